@@ -19,6 +19,7 @@ from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.manager.block_index import CacheUpdate
 from raydix.engine.core.manager.elastic import PoolLimits, Wanted
 from raydix.engine.core.manager.succession import Offer, Terms
+from raydix.engine.core.memory.response_store import Abandoned
 from raydix.engine.core.objectives import Late, Objectives
 from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.tenants import Tenant
@@ -178,6 +179,12 @@ class ManagerClient(ActorClient):
 
     def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str) -> Awaitable[bool]:
         return _sent(self.handle.keep_response.remote(name, parent, data, tenant))
+
+    def replace_response(self, name: bytes, beginning: bytes, data: bytes) -> Awaitable[bool]:
+        return _sent(self.handle.replace_response.remote(name, beginning, data))
+
+    def renew_responses(self, claims: Sequence[tuple[bytes, bytes]]) -> Awaitable[tuple[list[bool], list[Abandoned]]]:
+        return _sent(self.handle.renew_responses.remote(claims))
 
     def find_response(self, name: bytes, with_earlier: bool) -> Awaitable[list[bytes]]:
         return _sent(self.handle.find_response.remote(name, with_earlier))

@@ -26,6 +26,7 @@ from raydix.engine.core.ingress.room import Room
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
 from raydix.engine.core.tenants import Tenant, Tenants
 from raydix.engine.serving.accounting import BATCH, Accounting, internal_error
+from raydix.engine.serving.background_responses import BackgroundResponses
 from raydix.engine.serving.compaction import Compaction
 from raydix.engine.serving.job import Job
 from raydix.engine.serving.output import OutputProcessor
@@ -99,11 +100,19 @@ class Frontend:
         )
         self._renderers = parts.renderers
         self.responses = parts.responses
+        self.background = BackgroundResponses(
+            parts.responses,
+            parts.preparation,
+            parts.tenants,
+            begun_anew=self.begun_anew,
+            events=lambda job: self.events(job, self.renderer(job)),
+        )
 
     def start(self) -> None:
         """Begin to follow the workers; needs a running event loop."""
         self._reader.start()
         self._dispatcher.start()
+        self.background.start()
 
     async def close(self) -> None:
         """End the processes that read long requests."""

@@ -18,6 +18,7 @@ from raydix.actors.rpc import ManagerClient
 from raydix.actors.runtime import Runtime
 from raydix.engine.core.errors import NoWorkerError, ServiceError
 from raydix.engine.core.log_fields import about
+from raydix.engine.core.memory.response_store import Abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,12 @@ class ManagerAnswers:
 
     async def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str) -> bool:
         return await self._manager.ask(lambda manager: manager.keep_response(name, parent, data, tenant))
+
+    async def replace_response(self, name: bytes, beginning: bytes, data: bytes) -> bool:
+        return await self._manager.ask(lambda manager: manager.replace_response(name, beginning, data))
+
+    async def renew_responses(self, claims: Sequence[tuple[bytes, bytes]]) -> tuple[list[bool], list[Abandoned]]:
+        return await self._manager.ask(lambda manager: manager.renew_responses(claims))
 
     async def find_response(self, name: bytes, with_earlier: bool) -> list[bytes]:
         return await self._manager.ask(lambda manager: manager.find_response(name, with_earlier))

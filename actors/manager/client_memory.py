@@ -12,7 +12,7 @@ from raydix.actors.manager.response_disk import ResponseDisk
 from raydix.actors.messages import Memory
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.memory.answer_store import AnswerStore
-from raydix.engine.core.memory.response_store import KeptEntry, ResponseStore
+from raydix.engine.core.memory.response_store import Abandoned, KeptEntry, ResponseStore
 from raydix.engine.core.memory.transcript_store import TranscriptStore
 from raydix.engine.core.tenants import ANONYMOUS
 from raydix.engine.core.types import Admission, AdmitRequest, Ended
@@ -24,7 +24,8 @@ EXPIRY_S = 600.0
 
 
 class ClientMemory:
-    """The stores of these data in memory, and the responses' copies on disk. Responses are bytes, and never read."""
+    """The stores of these data in memory, and the responses' copies on disk. Responses are bytes, of which nobody here
+    reads more than the beginning."""
 
     def __init__(
         self,
@@ -84,6 +85,20 @@ class ClientMemory:
                 self._response_disk.keep(name, parent, data, tenant)
             self._response_disk.use(self._responses.path(name))
         return is_kept
+
+    def replace_response(self, name: bytes, beginning: bytes, data: bytes) -> bool:
+        """Put other data in the place of a response's (`ResponseStore.replace`); whether it was done."""
+        entry = self._responses.replace(name, beginning, data, time.monotonic())
+        if entry is not None and self._response_disk is not None:
+            self._response_disk.keep(name, entry.parent, data, entry.tenant)
+            self._response_disk.use(self._responses.path(name))
+        return entry is not None
+
+    def renew_responses(self, claims: Sequence[tuple[bytes, bytes]]) -> tuple[list[bool], list[Abandoned]]:
+        """Renew claims of responses under way (`ResponseStore.renew`), and give the caller those whose runners are
+        gone."""
+        now = time.monotonic()
+        return self._responses.renew(claims, now), self._responses.abandoned(now)
 
     def find_response(self, name: bytes, with_earlier: bool) -> list[bytes]:
         """The data of a response, and of those before it (`ResponseStore.find`)."""

@@ -45,6 +45,7 @@ from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.elastic import ONE_WORKER, PoolLimits, Wanted
 from raydix.engine.core.manager.placement import CostModel
 from raydix.engine.core.manager.succession import Offer, Terms
+from raydix.engine.core.memory.response_store import Abandoned
 from raydix.engine.core.objectives import NO_OBJECTIVES, Late, Objectives
 from raydix.engine.core.shares import weights_of
 from raydix.engine.core.tenants import ANONYMOUS, Tenant
@@ -245,6 +246,16 @@ class KVCacheManager:
         """Keep a tenant's response that goes on from its parent; returns whether the response is kept."""
         await self.succession.memory_is_ready()
         return self._memory.keep_response(name, parent, data, tenant)
+
+    async def replace_response(self, name: bytes, beginning: bytes, data: bytes) -> bool:
+        """Put other data in the place of a response's that begins so; whether it was done."""
+        await self.succession.memory_is_ready()
+        return self._memory.replace_response(name, beginning, data)
+
+    async def renew_responses(self, claims: Sequence[tuple[bytes, bytes]]) -> tuple[list[bool], list[Abandoned]]:
+        """Renew claims of responses under way, and take abandoned ones (`ClientMemory.renew_responses`)."""
+        await self.succession.memory_is_ready()
+        return self._memory.renew_responses(claims)
 
     async def find_response(self, name: bytes, with_earlier: bool) -> list[bytes]:
         """The data of a response, and of those before it (`ResponseStore.find`)."""

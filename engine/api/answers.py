@@ -36,6 +36,8 @@ class AnswerContext:
     """Renders a piece's log-probabilities as a chat's, if the request asks for them."""
     message: AnswerMessage | None = None
     """Parts of the answer so far, if the answer is parsed."""
+    num_had_events: int = 0
+    """Events at the beginning of a stream that its reader has already, and that are left out."""
 
 
 class AnswerWriter(Protocol):

@@ -73,7 +73,7 @@ class Route:
     form: type[BaseModel] | None = None
     """A body that is a form."""
     response: type[BaseModel] | str | None = None
-    """Model of a JSON response, or the media type of another one; None: only `events`, or never a success."""
+    """Model of a JSON response, or the media type of another one; None: only `events`."""
     events: type[BaseModel] | None = None
     """Data of server-sent events."""
     ends_with_done: bool = False

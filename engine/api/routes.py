@@ -341,10 +341,16 @@ RESPONSE = Route(
     method="GET",
     path="/v1/responses/{response_id}",
     name="response",
-    sentence="A stored response. `?cache_salt=<salt>` is that of its request.",
+    sentence="A stored response, or one in the background as it is now. `?cache_salt=<salt>` is that of its request; "
+    "`?stream=true&starting_after=<number>` reads the stream of one in the background behind an event.",
     response=ResponseObject,
-    parameters=(SALT,),
-    errors=STORED_RESPONSE,
+    events=ResponseEvent,
+    parameters=(
+        SALT,
+        Parameter("stream", "query", "Answer with the events of the response.", ("true", "false")),
+        Parameter("starting_after", "query", "`sequence_number` of the last event that the client has."),
+    ),
+    errors=(*STORED_RESPONSE, AnswerChangedError, OverloadedError, ModelFailedError),
 )
 
 DELETE_RESPONSE = Route(
@@ -361,8 +367,9 @@ CANCEL_RESPONSE = Route(
     method="POST",
     path="/v1/responses/{response_id}/cancel",
     name="cancel_response",
-    sentence="Refused: only a response in the background can be cancelled, and there are none here. To end a response, "
-    "close its connection.",
+    sentence="End a response in the background; one that has ended stays as it is. To end another response, close its "
+    "connection.",
+    response=ResponseObject,
     parameters=(SALT,),
     errors=STORED_RESPONSE,
 )

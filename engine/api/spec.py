@@ -89,6 +89,8 @@ class Turn:
     """Id and content of the item of a summary that was made for this request."""
     is_whole: bool = False
     """The messages have those of the response to go on from."""
+    in_background: bool = False
+    """The response is generated whether its client waits or not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,10 @@ class Compaction:
         if summary := _text(about):
             text = begun_anew(unread.messages, summary)
             spec = compacted(unread, text, f"cmp_{about.head.id.removeprefix('resp_')}")
-        return await self._preparation.of_spec(spec, job.tenant, session=session, objectives=objectives, name=name)
+        origin = None if job.run is None else job.run.origin  # a response in the background has an id already
+        return await self._preparation.of_spec(
+            spec, job.tenant, session=session, objectives=objectives, name=name, origin=origin
+        )
 
     async def summarise(self, job: Job) -> None:
         """Run the job of a summary to its end, and have the KV of the shortened conversation computed at idle

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from raydix.engine.api.assembler import ChoiceAssembler, Piece
 from raydix.engine.api.context_edits import ContextEdits
 from raydix.engine.api.openai_responses.compaction import is_due
+from raydix.engine.api.openai_responses.stored import Claim, Run
 from raydix.engine.api.responses import ResponseHead, Usage, function_call, message_parts, total_usage
 from raydix.engine.api.resuming import EventIds
 from raydix.engine.api.spec import ChatMessage, GenerationSpec
@@ -162,12 +163,22 @@ class Job:
     """What was left out of the client's chat, where the request asks for edits."""
     event_ids: EventIds | None = None
     """Ids of the stream's events, if the request asks for ids."""
+    run: Run | None = None
+    """Of a response in the background: all that is needed to generate it again."""
+    claim: Claim | None = None
+    """Of a response in the background, which its answer is to end."""
+    is_repeated: bool = False
+    """The answer was or is generated elsewhere, too: this job is for a reader of its stream, and keeps nothing."""
+    num_had_events: int = 0
+    """Events of the stream that its reader has already."""
 
     @property
     def begins_anew(self) -> bool:
         """True if a summary is to take the place of the conversation before it is answered."""
         # A stream that can be gone on with needs the same prompt again, and a second summary would have other words.
         if self.unread is None or self.event_ids is not None:
+            return False
+        if self.spec.form.stream and self.spec.turn is not None and self.spec.turn.in_background:
             return False
         return is_due(self.unread, len(self.answers[0].generation.prompt))
 

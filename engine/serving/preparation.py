@@ -18,13 +18,14 @@ from typing import Self
 from raydix.engine.api.assembler import ChoiceAssembler
 from raydix.engine.api.context_edits import ContextEdits
 from raydix.engine.api.fields import REQUEST_ID_PATTERN
+from raydix.engine.api.openai_responses.stored import Run
 from raydix.engine.api.reconnecting import BEGINNING, HEADER
 from raydix.engine.api.responses import ResponseHead, response_id, system_fingerprint
 from raydix.engine.api.resuming import MAX_CHOICES, EventId, EventIds, Origin, seal_of
 from raydix.engine.api.spec import GenerationSpec, sampling_params
 from raydix.engine.core.answers.prompt_form import ChatEnd
 from raydix.engine.core.divergence import Part, PromptRecord
-from raydix.engine.core.errors import RequestError
+from raydix.engine.core.errors import AnswerChangedError, RequestError
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.parsers import HERMES, LLAMA3, ToolFormat
 from raydix.engine.core.ingress.parsers.answer import AnswerMessage, AnswerParser
@@ -68,6 +69,12 @@ class StreamStart:
 
     def check(self, spec: GenerationSpec) -> None:
         """Raise RequestError for a request whose answer has no events, or too many choices."""
+        if spec.turn is not None and spec.turn.in_background:
+            raise RequestError(
+                f"'{HEADER}' is not for a response in the background, whose stream `GET /v1/responses/{{id}}` reads "
+                "again with 'stream' and 'starting_after'.",
+                param=HEADER,
+            )
         if not spec.form.stream:
             raise RequestError(f"'{HEADER}' is for streams: set 'stream' to true, or leave it out.", param=HEADER)
         if spec.num_choices > MAX_CHOICES:
@@ -265,9 +272,26 @@ class Preparation:
         session: str | None = None,
         objectives: Objectives = NO_OBJECTIVES,
         name: str | None = None,
+        origin: Origin | None = None,
     ) -> Job:
-        """The job of a request in normal form; arguments and errors as `of_body`."""
-        return await self._prepare(spec, size_of(spec), tenant, session=session, objectives=objectives, name=name)
+        """The job of a request in normal form, of this `origin` or a new one; arguments and errors as `of_body`."""
+        return await self._prepare(
+            spec, size_of(spec), tenant, session=session, objectives=objectives, name=name, origin=origin
+        )
+
+    async def again(self, run: Run, tenant: Tenant) -> Job:
+        """The job of a response in the background that is generated again, with the same bits; errors as `of_body`, and
+        AnswerChangedError if another model is served now."""
+        fingerprint = system_fingerprint(self._root())
+        if None not in (run.origin.fingerprint, fingerprint) and run.origin.fingerprint != fingerprint:
+            raise AnswerChangedError(
+                f"The response cannot be generated with the same bits: {run.origin.fingerprint} began it, and "
+                f"{fingerprint} is served now."
+            )
+        request = ("responses", run.body)
+        return await self._prepare(
+            request, len(run.body), tenant, session=run.session, name=run.origin.name, origin=run.origin
+        )
 
     async def num_tokens(self, route: str, body: bytes, tenant: Tenant) -> tuple[int, ContextEdits | None]:
         """Number of tokens of the prompt in an HTTP body, and the edits that it asks for; errors as `of_body`."""
@@ -290,6 +314,7 @@ class Preparation:
         name: str | None,
         is_line: bool = False,
         start: StreamStart | None = None,
+        origin: Origin | None = None,
     ) -> Job:
         arrived_at = self._clock()
         room = self._line_room if is_line else self._room
@@ -298,7 +323,7 @@ class Preparation:
         if is_line:
             spec = _as_line(spec)
         self._check(spec, tenant, start)
-        request_id, origin = self._named(spec, name, start)
+        request_id, origin = self._named(spec, name, start, origin)
         most = min(room.most(tenant), room.max_requests // LINES_AT_ONCE) if is_line else room.most(tenant)
         with room.reserve(_num_permits(spec, most), tenant) as permits:
             job = Job(
@@ -316,6 +341,12 @@ class Preparation:
             )
             if start is not None:
                 start.give_ids(job, origin)
+            if spec.turn is not None and spec.turn.in_background:
+                if isinstance(request, tuple):
+                    job.run = Run(request[1], session, spec.form.stream, origin)
+                # A stream that is read again has the same events, with the same numbers.
+                for answer in job.answers:
+                    answer.is_by_token = True
             # Nobody looks for the prompt of a line, nor of a conversation that begins anew before it is answered.
             self._record(job, reading.parts, is_kept=not (is_line or job.begins_anew))
             _hand_out(permits, job.answers)
@@ -361,8 +392,10 @@ class Preparation:
                     reading = replace(reading, unread=whole)
         return reading
 
-    def _named(self, spec: GenerationSpec, name: str | None, start: StreamStart | None) -> tuple[str, Origin]:
-        """Id of a request, and the origin of its answer: a new one, or that of the stream to go on with.
+    def _named(
+        self, spec: GenerationSpec, name: str | None, start: StreamStart | None, given: Origin | None
+    ) -> tuple[str, Origin]:
+        """Id of a request, and the origin of its answer: the `given` or a new one, or that of the stream to go on with.
 
         A stored response has a name of its own. Where its stream has ids, so that there may be several attempts, the
         name is the id of each: Serve gives every attempt another header. Raises AnswerChangedError if the stream is of
@@ -370,7 +403,7 @@ class Preparation:
         """
         unique = uuid.uuid4().hex
         request_id = _request_id(spec, name, unique)
-        origin = self._new_origin(request_id if spec.turn is None else unique)
+        origin = given or self._new_origin(request_id if spec.turn is None else unique)
         if start is not None:
             origin = start.origin(origin)
             request_id = spec.service.request_id or origin.name

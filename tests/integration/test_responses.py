@@ -113,3 +113,41 @@ def test_stored_responses_go_with_the_manager(client: openai.OpenAI, server: Ser
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response.id)
     assert ask(client, QUESTION).output_text == response.output_text
+
+
+def test_a_response_in_the_background(client: openai.OpenAI) -> None:
+    queued = ask(client, QUESTION, background=True)
+    assert (queued.status, queued.background, queued.output_text) == ("queued", True, "")
+    eventually(lambda: client.responses.retrieve(queued.id).status not in ("queued", "in_progress"), "the end", 60)
+    shown, whole = client.responses.retrieve(queued.id), ask(client, QUESTION)
+    assert (shown.status, shown.output_text) == (whole.status, whole.output_text)
+    assert shown.usage is not None and shown.usage.output_tokens == whole.usage.output_tokens
+    later = ask(client, "Which is the longest?", previous_response_id=queued.id)
+    same = ask(client, "Which is the longest?", previous_response_id=whole.id)
+    assert later.output_text == same.output_text
+
+
+def test_a_stream_in_the_background_is_read_again_behind_an_event(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"background": True, "stream": True, "temperature": 1, "max_output_tokens": 40}
+    stream = ask(client, QUESTION, **fields)
+    events = [event for event, _ in zip(stream, range(8), strict=False)]
+    stream.close()  # the client leaves in the middle
+    response_id = events[0].response.id
+    last = events[-1].sequence_number
+    rest = list(client.responses.retrieve(response_id, stream=True, starting_after=last))
+    numbers = [event.sequence_number for event in [*events, *rest]]
+    assert numbers == list(range(len(numbers)))
+    deltas = [event.delta for event in [*events, *rest] if event.type == "response.output_text.delta"]
+    eventually(lambda: client.responses.retrieve(response_id).status not in ("queued", "in_progress"), "the end", 60)
+    assert "".join(deltas) == client.responses.retrieve(response_id).output_text
+
+
+def test_a_response_in_the_background_is_cancelled(client: openai.OpenAI) -> None:
+    queued = ask(client, "Tell a long story.", background=True, max_output_tokens=1500, extra_body={"ignore_eos": True})
+    cancelled = client.responses.cancel(queued.id)
+    assert (cancelled.id, cancelled.status) == (queued.id, "cancelled")
+    assert client.responses.retrieve(queued.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="cancelled"):
+        ask(client, "Go on.", previous_response_id=queued.id)
+    with pytest.raises(openai.BadRequestError, match="synchronous"):
+        client.responses.cancel(ask(client, QUESTION).id)

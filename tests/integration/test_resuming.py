@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx2
+import openai
 import psutil
 import pytest
 
@@ -305,3 +307,33 @@ def test_several_streams_go_on(gate: Path, two_replicas: Server) -> None:
         assert sum(run.result(180).num_breaks for run in runs) > 0
     for client in clients:
         assert_is_whole(two_replicas, client)
+
+
+def test_a_response_in_the_background_outlives_its_replica(gate: Path, two_replicas: Server) -> None:
+    """The other replica generates it again, and its stream goes on behind the last event of the dead one."""
+    client = openai.OpenAI(base_url=f"{two_replicas.url}/v1", api_key="none", max_retries=5, timeout=60)
+    with client, paced(two_replicas, gate, PACE_S):
+        stream = client.responses.create(
+            model=MODEL,
+            input=QUESTION[0]["content"],
+            max_output_tokens=120,
+            temperature=1,
+            background=True,
+            stream=True,
+        )
+        events: list[Any] = []
+        with pytest.raises((openai.APIError, httpx2.HTTPError)):
+            for event in stream:
+                events.append(event)
+                if len(events) == KILL_AFTER:
+                    kill(INGRESS, gate)
+        response_id, last = events[0].response.id, events[-1].sequence_number
+        eventually(lambda: two_replicas.request("GET", "/health")[0] == 200, "healthy")
+        eventually(lambda: client.responses.retrieve(response_id).status == "incomplete", "taken over", 120)
+        shown = client.responses.retrieve(response_id)
+        rest: list[Any] = list(client.responses.retrieve(response_id, stream=True, starting_after=last))
+    numbers = [event.sequence_number for event in [*events, *rest]]
+    assert numbers == list(range(len(numbers)))
+    deltas = [event.delta for event in [*events, *rest] if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == shown.output_text, "each token once, before and behind the kill"
+    assert shown.usage is not None and shown.usage.output_tokens == 120

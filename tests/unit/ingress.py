@@ -315,17 +315,20 @@ class FakeLink(ManagerLink):
         self.responses = ResponseStore(1 << 20, 60.0)
         self.is_away = False
         self.memory = Memory
+        self.now = 0.0
+        """The manager's clock."""
 
     async def ask(self, call: Call[Any], *, timeout_s: float = 0, is_prompt: bool = False) -> Any:
         if self.is_away:
             raise ServiceError("away")
-        return await call(self.memory(self.kept, self.responses))
+        return await call(self.memory(self.kept, self.responses, self.now))
 
 
 class Memory(ManagerClient):
-    def __init__(self, kept: dict[bytes, Any], responses: ResponseStore) -> None:
+    def __init__(self, kept: dict[bytes, Any], responses: ResponseStore, now: float) -> None:
         self._kept = kept
         self._responses = responses
+        self._now = now
 
     async def remember(self, transcripts: Any) -> list[bool]:
         self._kept.update({name: token_ids for name, token_ids, _ in transcripts})
@@ -335,10 +338,16 @@ class Memory(ManagerClient):
         return [self._kept.get(name) for name in names]
 
     async def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str) -> bool:
-        return self._responses.keep(name, parent, data, 0.0, tenant)
+        return self._responses.keep(name, parent, data, self._now, tenant)
+
+    async def replace_response(self, name: bytes, beginning: bytes, data: bytes) -> bool:
+        return self._responses.replace(name, beginning, data, self._now) is not None
+
+    async def renew_responses(self, claims: Any) -> Any:
+        return self._responses.renew(claims, self._now), self._responses.abandoned(self._now)
 
     async def find_response(self, name: bytes, with_earlier: bool) -> list[bytes]:
-        return self._responses.find(name, 0.0, with_earlier=with_earlier)
+        return self._responses.find(name, self._now, with_earlier=with_earlier)
 
     async def delete_response(self, name: bytes) -> bool:
         return self._responses.delete(name)

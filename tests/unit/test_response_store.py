@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydix.engine.core.memory.response_store import ENTRY_BYTES, KeptEntry, ResponseStore
+from raydix.engine.core.memory.response_store import (
+    CLAIM_S,
+    ENTRY_BYTES,
+    MOST_GIVEN,
+    UNDER_WAY,
+    KeptEntry,
+    ResponseStore,
+)
 
 TTL_S = 10.0
 COST = ENTRY_BYTES + 1
@@ -106,3 +113,61 @@ def test_responses_in_a_circle_end() -> None:
     store.restore([KeptEntry(b"a", b"b", b"first", 1.0), KeptEntry(b"b", b"a", b"second", 1.0)], 2.0)
     assert store.find(b"a", 2.0, with_earlier=True) == [b"second", b"first"]
     store.check_integrity()
+
+
+def test_other_data_takes_the_place_of_data_with_the_right_beginning(store: ResponseStore) -> None:
+    store.keep(b"a", None, b"1", 0.0)
+    store.keep(b"b", b"a", b"2", 0.0, "t")
+    assert store.replace(b"b", b"1", b"3", 1.0) is None and store.replace(b"x", b"", b"3", 1.0) is None
+    assert store.find(b"b", 1.0) == [b"2"], "somebody else has replaced it"
+    assert store.replace(b"b", b"2", b"3", 1.0) == KeptEntry(b"b", b"a", b"3", 1.0, "t")
+    assert store.find(b"b", 1.0, with_earlier=True) == [b"1", b"3"]
+
+
+def test_larger_data_makes_room_as_a_new_response_does(store: ResponseStore) -> None:
+    for name in (b"a", b"b", b"c"):
+        store.keep(name, None, b"1", 0.0)
+    assert store.replace(b"b", b"1", bytes(3 * COST), 0.0) is None, "more than there is room for in all"
+    assert store.replace(b"b", b"1", b"22", 0.0) is not None
+    assert (store.find(b"a", 0.0), store.find(b"b", 0.0), store.find(b"c", 0.0)) == ([], [b"22"], [b"1"])
+    store.check_integrity()
+
+
+def test_a_response_under_way_is_given_away_when_its_runner_is_gone(store: ResponseStore) -> None:
+    data = UNDER_WAY + b"1"
+    store = ResponseStore(3 * (COST + 1), 10 * CLAIM_S)
+    store.keep(b"a", None, data, 0.0, "t")
+    store.keep(b"b", None, b"2", 0.0)
+    assert store.renew([(b"a", data), (b"a", UNDER_WAY + b"2"), (b"b", b"2"), (b"x", b"")], 1.0) == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert store.abandoned(CLAIM_S) == [], "renewed at 1"
+    assert store.abandoned(CLAIM_S + 1.0) == [(b"a", data, "t")]
+    assert store.abandoned(CLAIM_S + 1.0) == [], "one runner alone gets it"
+    assert store.renew([(b"a", data)], CLAIM_S + 2.0) == [True], "whoever renews first"
+    assert store.replace(b"a", data, b"3", CLAIM_S + 2.0) is not None
+    assert store.renew([(b"a", data)], CLAIM_S + 2.0) == [False] and store.abandoned(9 * CLAIM_S) == []
+    store.check_integrity()
+
+
+def test_a_successor_gives_every_runner_its_time(store: ResponseStore) -> None:
+    store.restore([KeptEntry(b"a", None, UNDER_WAY, 1.0)], 5.0)
+    assert store.abandoned(5.0) == [] and store.abandoned(5.0 + CLAIM_S) == [(b"a", UNDER_WAY, "anonymous")]
+    assert store.delete(b"a") and store.abandoned(50.0) == []
+
+
+def test_few_are_given_at_a_time() -> None:
+    store = ResponseStore(1 << 20, 100.0)
+    for number in range(MOST_GIVEN + 1):
+        store.keep(b"%d" % number, None, UNDER_WAY, 0.0)
+    assert [len(store.abandoned(CLAIM_S)) for _ in range(3)] == [MOST_GIVEN, 1, 0]
+
+
+def test_what_is_being_generated_is_not_forgotten_for_being_old(store: ResponseStore) -> None:
+    store.keep(b"a", None, UNDER_WAY, 0.0)
+    store.renew([(b"a", UNDER_WAY)], TTL_S - 1.0)
+    store.forget_expired(TTL_S + 1.0)
+    assert b"a" in store

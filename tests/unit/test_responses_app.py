@@ -293,7 +293,7 @@ def test_a_failure_in_a_stream_is_a_numbered_event(served: Served) -> None:
         ({"input": "x" * 70}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tokens": 1}, "max_tokens"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
         ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages"),
         ({"conversation": "c"}, "conversation"),
@@ -430,7 +430,7 @@ def test_reasoning_goes_back_with_the_message_behind() -> None:
     assert spec.messages[1]["tool_calls"]
 
 
-def test_only_responses_in_the_background_could_be_cancelled(served: Served) -> None:
+def test_only_responses_in_the_background_can_be_cancelled(served: Served) -> None:
     replica = Replica()
     response = served(replica, post(cache_salt="a")).json
     refused = served(replica, send("POST", f"{response['id']}/cancel?cache_salt=a"))

@@ -1,9 +1,12 @@
 """Stored responses as bytes: the object of the API is kept and given back unread."""
 
+from dataclasses import replace
+
 import orjson
 
-from raydix.engine.api.openai_responses.stored import StoredResponse, encoded
+from raydix.engine.api.openai_responses.stored import Run, StoredResponse, beginning_of, encoded
 from raydix.engine.api.responses import Json
+from raydix.engine.api.resuming import Origin
 
 ITEMS: tuple[Json, ...] = ({"type": "message", "id": "i", "content": "one\ntwo"},)
 MESSAGES = ({"role": "user", "content": "one\ntwo"},)
@@ -11,8 +14,18 @@ MESSAGES = ({"role": "user", "content": "one\ntwo"},)
 
 def test_the_object_of_the_api_is_not_read() -> None:
     response = b"\n{not read\n"
-    data = encoded(response, previous="resp_a", items=ITEMS, messages=MESSAGES, text="three\n", token_ids=(1, 2))
-    assert StoredResponse.decode(data) == StoredResponse(response, "resp_a", ITEMS, MESSAGES, "three\n", (1, 2))
+    stored = StoredResponse(response, "resp_a", ITEMS, MESSAGES, "three\n", (1, 2))
+    assert StoredResponse.decode(encoded(stored)) == stored
+
+
+def test_a_response_under_way_has_all_that_is_needed_to_generate_it_again() -> None:
+    run = Run(b'{"input": "a\nb"}\n', "s", True, Origin("u", 1, 2, "fp_1"))
+    stored = StoredResponse(b"{}", None, ITEMS, MESSAGES, "", None, in_background=True, state="under_way", run=run)
+    for revision in (b"\n" * 16, b"{" * 16):
+        data = encoded(stored, revision)
+        assert data.startswith(beginning_of(revision)) and StoredResponse.decode(data) == stored
+    ended = replace(stored, state="cancelled", run=None)
+    assert StoredResponse.decode(encoded(ended)) == ended
 
 
 def test_a_response_that_an_older_server_has_stored_is_found() -> None:

@@ -30,8 +30,8 @@ from raydix.engine.api.openai_responses.stored import (
     PageQuery,
     StoredQuery,
     StoredResponse,
+    StreamQuery,
     deleted_body,
-    not_cancelled,
 )
 from raydix.engine.api.reconnecting import HEADER
 from raydix.engine.api.responses import model_body, models_body, version_body
@@ -89,8 +89,18 @@ async def compact(request: Request) -> Response:
 
 
 async def response(request: Request, response_id: str) -> Response:
-    query = StoredQuery.of(request.query_params)
-    return json_response((await _stored(request, response_id, query)).response)
+    query = StreamQuery.of(request.query_params)
+    stored = await _stored(request, response_id, query)
+    if not query.stream:
+        if query.starting_after is not None:
+            raise RequestError("'starting_after' is only allowed when 'stream' is true.", param="starting_after")
+        return json_response(stored.response)
+
+    num_had = 0 if query.starting_after is None else query.starting_after + 1
+    frontend = replica(request).frontend
+    job = await while_connected(request, frontend.background.repeated(stored, request.state.tenant, num_had))
+    renderer = frontend.renderer(job)
+    return EventStreamResponse(frontend.events(job, renderer), refusing(request), job.close, wire=renderer.wire)
 
 
 async def input_items(request: Request, response_id: str) -> Response:
@@ -106,8 +116,8 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 async def cancel_response(request: Request, response_id: str) -> Response:
     query = StoredQuery.of(request.query_params)
-    await _stored(request, response_id, query)
-    raise not_cancelled()
+    background = replica(request).frontend.background
+    return json_response(await background.cancel(response_id, request.state.tenant, query.cache_salt))
 
 
 async def models(request: Request) -> Response:
@@ -163,6 +173,8 @@ async def answer(request: Request) -> Response:
     own = request_id_header(request) if route.wire is ANTHROPIC else {}
     request.state.jobs = [job]
     work_for(job.request_id)
+    if job.spec.turn is not None and job.spec.turn.in_background:
+        return await _in_background(request, job)
     renderer = here.frontend.renderer(job)
     if job.spec.form.stream:
         # Nothing is awaited between this return and the call of the response, which closes the job.
@@ -171,6 +183,17 @@ async def answer(request: Request) -> Response:
         return EventStreamResponse(events, refusing(request), job.close, wire=renderer.wire, headers=headers)
 
     return await _whole(request, [job], renderer.body, own)
+
+
+async def _in_background(request: Request, job: Job) -> Response:
+    """Have the response of a job generated whether the client stays or leaves, and answer with the response as it is
+    now, or with its stream."""
+    # Also where the client leaves meanwhile: a response that is kept is generated.
+    shown, listener = await replica(request).frontend.background.begin(job)
+    headers = ignored_header(job.spec.ignored)
+    if job.spec.form.stream:
+        return EventStreamResponse(listener.events(), refusing(request), headers=headers)
+    return json_response(shown, headers=headers)
 
 
 async def _whole(
@@ -208,7 +231,7 @@ async def _prepare(request: Request, route: Route) -> Job:
         name=name,
         last_event_id=request.headers.get(HEADER) or None,
     )
-    if not job.begins_anew:
+    if not job.begins_anew or (job.spec.turn is not None and job.spec.turn.in_background):
         return job
 
     jobs = [job]

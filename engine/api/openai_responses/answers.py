@@ -19,8 +19,9 @@ from raydix.engine.api.assembler import Piece
 from raydix.engine.api.openai_responses.compaction import item as compaction_item
 from raydix.engine.api.responses import ID_PREFIXES, Choice, Json, ResponseHead, Usage
 from raydix.engine.api.slices import array_of, document, ids_of
+from raydix.engine.api.spec import GenerationSpec
 from raydix.engine.api.wire import OPENAI, WireFormat
-from raydix.engine.core.errors import RaydixError
+from raydix.engine.core.errors import RaydixError, ServiceError
 from raydix.engine.core.ingress.parsers.answer import AnswerMessage, Call
 from raydix.engine.core.ingress.parsers.events import (
     AnswerEvent,
@@ -53,6 +54,7 @@ class ResponseWriter:
         self._turn = context.spec.turn
         self._unique = context.head.id.removeprefix("resp_")
         self._num_events = 0
+        """Events so far, with those that the reader has already."""
         self._first = 0 if self._turn.compaction is None else 1
         """Index of the answer's first item, behind that of a summary."""
         self._index = self._first
@@ -209,24 +211,7 @@ class ResponseWriter:
         self._index += 1
 
     def _response(self, status: str, output: Sequence[Json], **fields: object) -> Json:
-        head = self._context.head
-        return {
-            "id": head.id,
-            "object": "response",
-            "created_at": head.created,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "model": head.model,
-            "output": output,
-            "background": False,
-            "reasoning": {"effort": self._context.spec.reasoning.effort, "summary": None},
-            "service_tier": "default",
-            "truncation": "disabled",
-            "usage": None,
-            **self._turn.repeated,
-            **fields,
-        }
+        return _response(self._context.head, self._context.spec, status, output, **fields)
 
     def _item(self, index: int, part: Part, status: str, logprobs: object) -> Json:
         """An item of the output: a message with a text, reasoning, or a call."""
@@ -263,6 +248,8 @@ class ResponseWriter:
         """The next event in slices."""
         numbered = {"type": kind, "sequence_number": self._num_events, **data}
         self._num_events += 1
+        if self._num_events <= self._context.num_had_events:
+            return
         yield b"event: %s\ndata: " % kind.encode()
         yield from document(numbered)
         yield b"\n\n"
@@ -270,6 +257,55 @@ class ResponseWriter:
     def _error_event(self, error: RaydixError) -> bytes:
         """The last event of a stream that cannot go on. OpenAI's client raises it as an APIError."""
         return self._event("error", {"code": error.code, "message": error.message, "param": error.param})
+
+
+def _response(head: ResponseHead, spec: GenerationSpec, status: str, output: Sequence[Json], **fields: object) -> Json:
+    assert spec.turn is not None
+    return {
+        "id": head.id,
+        "object": "response",
+        "created_at": head.created,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "model": head.model,
+        "output": output,
+        "background": spec.turn.in_background,
+        "reasoning": {"effort": spec.reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "truncation": "disabled",
+        "usage": None,
+        **spec.turn.repeated,
+        **fields,
+    }
+
+
+_UNDER_WAY = b'"status":"in_progress","error":null,'
+"""Stands in a response under way before anything that a client has written."""
+
+
+def under_way(head: ResponseHead, spec: GenerationSpec) -> bytes:
+    """A response in the background before its answer."""
+    response = orjson.dumps(_response(head, spec, "in_progress", [], store=True))
+    assert _UNDER_WAY in response[:512]
+    return response
+
+
+def queued(response: bytes) -> bytes:
+    """The response `under_way` as the request for it is answered."""
+    return response.replace(_UNDER_WAY, b'"status":"queued","error":null,', 1)
+
+
+def cancelled(response: bytes) -> bytes:
+    """The response `under_way` when it has been cancelled."""
+    return response.replace(_UNDER_WAY, b'"status":"cancelled","error":null,', 1)
+
+
+def failed(response: bytes, error: RaydixError) -> bytes:
+    """The response `under_way` when it has failed by an error."""
+    code = "server_error" if isinstance(error, ServiceError) else "invalid_prompt"
+    shown = orjson.dumps({"code": code, "message": error.message})
+    return response.replace(_UNDER_WAY, b'"status":"failed","error":%s,' % shown, 1)
 
 
 def _parts(choice: Choice) -> list[Part]:

@@ -160,6 +160,11 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
         description="`compaction`: where the prompt has more than `compact_threshold` tokens, a summary takes the "
         "conversation's place, and stands as an item before the answer.",
     )
+    background: bool | None = Field(
+        default=None,
+        description="Answer at once with a response that is `queued`, and generate it whether the client waits or not: "
+        "`GET /v1/responses/{id}` has it. Needs `store`.",
+    )
     enable_response_messages: bool | None = Field(
         default=None,
         description="The response has the text and the token ids of prompt and answer: `input_messages` and "
@@ -167,7 +172,6 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
     )
 
     access_programs: Unsupported = None
-    background: UnlessFalse = None
     background_options: UnlessEmpty = None
     client_metadata: Ignored = None
     conversation: Unsupported = None
@@ -201,6 +205,9 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
         if self.stream_options is not None and not self.stream:
             raise RequestError("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
 
+        if self.background and self.store is False:
+            raise RequestError("'background' needs a stored response: leave 'store' out.", param="background")
+
         instructions = [Message(role="system", content=self.instructions)] if self.instructions else []
         own = messages_of(self.input)
         turn = Turn(
@@ -213,6 +220,7 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
             namespaces=namespaces_of(self.tools or ()),
             num_instructions=len(instructions),
             compact_threshold=self._threshold(),
+            in_background=bool(self.background),
         )
         asked = GenerationSpec(
             kind="chat",

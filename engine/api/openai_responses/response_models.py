@@ -33,12 +33,14 @@ class ResponseObject(Shape):
     id: str = Field(description="By which the response is found again, and gone on from.")
     object: Literal["response"] = Field(description="Kind of the object.")
     created_at: int = Field(description="Seconds since 1970.")
-    status: Literal["in_progress", "completed", "incomplete"] = Field(description="`incomplete` at a limit.")
-    error: None = Field(description="Always null.")
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"] = Field(
+        description="`incomplete` at a limit; only one in the background is `queued`, `failed` or `cancelled`."
+    )
+    error: dict[str, str] | None = Field(description="Code and message of the error by which a response failed.")
     incomplete_details: dict[str, str] | None = Field(description="The reason why the response is incomplete.")
     model: str = Field(description="Name of the model.")
     output: list[dict[str, Any]] = Field(description="Items: reasoning, messages, and calls of functions.")
-    background: Literal[False] = Field(description="Always false.")
+    background: bool = Field(description="As in the request.")
     reasoning: dict[str, str | None] = Field(description="The effort as in the request; there is no summary.")
     service_tier: Literal["default"] = Field(description="Always the default.")
     truncation: Literal["disabled"] = Field(description="Always disabled.")

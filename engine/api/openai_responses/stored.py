@@ -1,17 +1,37 @@
 """Stored responses: what is kept of one, and a request that goes on from several."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Self
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import orjson
 from pydantic import Field, ValidationError
 
 from raydix.engine.api.known import Ignored, Unsupported
 from raydix.engine.api.responses import Json
+from raydix.engine.api.resuming import Origin
 from raydix.engine.api.spec import ChatMessage, ContinuedAnswer, GenerationSpec
 from raydix.engine.api.validation import StrictModel, only, request_error
 from raydix.engine.core.errors import RequestError
+from raydix.engine.core.memory.response_store import UNDER_WAY, Abandoned
+
+State: TypeAlias = Literal["under_way", "ended", "cancelled", "failed"]
+MAX_EVENTS = 10**9
+"""Bound of an event's number in a query."""
+REVISION_BYTES = 16
+"""Random bytes by which the data of one response under way is told from other data of the same name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All that is needed to generate a response in the background again, at any replica and with the same bits."""
+
+    body: bytes
+    """Body of the request."""
+    session: str | None
+    """Session in the request's headers."""
+    streams: bool
+    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,34 +48,68 @@ class StoredResponse:
     """The input, as chat templates know it."""
     text: str
     """The generated text."""
-    token_ids: tuple[int, ...]
-    """Ids of the text in later prompts."""
+    token_ids: tuple[int, ...] | None
+    """Ids of the text in later prompts; None where the text itself stands there."""
+    in_background: bool = False
+    state: State = "ended"
+    run: Run | None = None
+    """Of a response in the background that is under way, or whose stream may be read again."""
 
     @classmethod
     def decode(cls, data: bytes) -> "StoredResponse":
         """The response that `encoded` made the bytes of."""
-        own, _, response = data.partition(b"\n")
+        start = len(UNDER_WAY) + REVISION_BYTES if data.startswith(UNDER_WAY) else 0
+        own, _, response = data[start:].partition(b"\n")
         fields = orjson.loads(own)
+        if run := fields.pop("run", None):
+            num_bytes = run.pop("body_bytes")
+            fields["run"] = Run(response[:num_bytes], origin=Origin(**run.pop("origin")), **run)
+            response = response[num_bytes:]
         for name in ("items", "messages", "token_ids"):
-            fields[name] = tuple(fields[name])
+            fields[name] = None if fields[name] is None else tuple(fields[name])
         if not response:  # an older server wrote everything as one object
             response = orjson.dumps(fields.pop("response"))
             fields["previous"] = orjson.loads(response)["previous_response_id"]
         return cls(response=response, **fields)
 
 
-def encoded(
-    response: bytes,
-    *,
-    previous: str | None,
-    items: Sequence[Json],
-    messages: Sequence[ChatMessage],
-    text: str,
-    token_ids: Sequence[int],
-) -> bytes:
-    """A `StoredResponse` as bytes: a line with all but the object of the API, and behind it `response`, this object."""
-    own = {"previous": previous, "items": items, "messages": messages, "text": text, "token_ids": token_ids}
-    return orjson.dumps(own) + b"\n" + response
+def encoded(stored: StoredResponse, revision: bytes = b"") -> bytes:
+    """A stored response as bytes: a line with all but the object of the API and the body of a run, and behind it these
+    two. Of a response under way the `revision` stands before it, by which its data is told from all others."""
+    own: Json = {name: getattr(stored, name) for name in ("previous", "items", "messages", "text", "token_ids")}
+    if stored.in_background:
+        own |= {"in_background": True, "state": stored.state}
+    body = b""
+    if (run := stored.run) is not None:
+        body, origin = run.body, asdict(run.origin)
+        own["run"] = {"session": run.session, "streams": run.streams, "origin": origin, "body_bytes": len(body)}
+    beginning = beginning_of(revision) if stored.state == "under_way" else b""
+    return b"".join((beginning, orjson.dumps(own), b"\n", body, stored.response))
+
+
+def beginning_of(revision: bytes) -> bytes:
+    """The beginning of the data of a response under way."""
+    assert len(revision) == REVISION_BYTES
+    return UNDER_WAY + revision
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """A response in the background that is generated here."""
+
+    name: bytes
+    beginning: bytes
+    """Beginning of its data while it is under way."""
+    stored: StoredResponse
+    tenant: str
+    is_over: bool = False
+    """The response has ended, and nobody can take it away."""
+
+    @classmethod
+    def of(cls, abandoned: Abandoned) -> "Claim":
+        """The claim of a response whose runner is gone."""
+        name, data, tenant = abandoned
+        return cls(name, data[: len(beginning_of(bytes(REVISION_BYTES)))], StoredResponse.decode(data), tenant)
 
 
 def going_on(spec: GenerationSpec, earlier: Sequence[StoredResponse]) -> GenerationSpec:
@@ -66,7 +120,8 @@ def going_on(spec: GenerationSpec, earlier: Sequence[StoredResponse]) -> Generat
     continued = []
     for each in earlier:
         messages += each.messages
-        continued.append(ContinuedAnswer(len(messages), None, token_ids=each.token_ids))
+        if each.token_ids is not None:
+            continued.append(ContinuedAnswer(len(messages), None, token_ids=each.token_ids))
         messages.append({"role": "assistant", "content": each.text})
     turn = replace(spec.turn, is_whole=True)
     return replace(spec, messages=(*messages, *spec.messages[first:]), continued=tuple(continued), turn=turn)
@@ -78,10 +133,10 @@ def deleted_body(response_id: str) -> bytes:
 
 
 def not_cancelled() -> RequestError:
-    """The answer to any wish to cancel a stored response."""
+    """The answer to a wish to cancel a response that is not in the background."""
     return RequestError(
-        "Cannot cancel a synchronous response. Only responses in the background can be cancelled, and 'background' is "
-        "not supported here: to end a response, close its connection.",
+        "Cannot cancel a synchronous response. Only one that was created with 'background' can be; to end another one, "
+        "close its connection.",
         param="response_id",
     )
 
@@ -103,6 +158,15 @@ class StoredQuery(StrictModel):
             return cls.model_validate({name.removesuffix("[]"): value for name, value in query.items()})
         except ValidationError as error:
             raise request_error(error, cls) from None
+
+
+class StreamQuery(StoredQuery):
+    """Query of `/v1/responses/{id}`."""
+
+    stream: Annotated[bool, Field(strict=False)] = False
+    """Answer with the events of the response, of one in the background that streams."""
+    starting_after: Annotated[int, Field(ge=0, le=MAX_EVENTS, strict=False)] | None = None
+    """Number of the last event that the client has."""
 
 
 class PageQuery(StoredQuery):

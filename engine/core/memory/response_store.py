@@ -1,9 +1,14 @@
-"""Stored responses: bytes under names, each of which may go on from an earlier one. Never reads the bytes.
+"""Stored responses: bytes under names, each of which may go on from an earlier one. Of the bytes only the beginning is
+read: data that begins with `UNDER_WAY` is of a response that somebody still generates.
 
 A response and the responses before it are used together. When room is short, the tenant furthest above its share
 (`raydix.engine.core.shares`) loses its least recently used response; of responses used together, the last of the
 conversation goes first. So every response that an entry goes on from is kept as long as the entry, unless a client
 deletes it.
+
+A response under way has a runner, who renews its claim. After `CLAIM_S` without a renewal the response is given to the
+next who asks, so that it is generated after the death of its first runner. Two runners may work on one response: the
+first to replace the data ends it, and the other finds other data than its own.
 """
 
 from collections import OrderedDict
@@ -16,6 +21,20 @@ from raydix.engine.core.tenants import ANONYMOUS
 
 ENTRY_BYTES = 400
 """Bytes of an entry beside its data: names, times and place in the dictionary, some 350 bytes in CPython."""
+UNDER_WAY = b"~"
+"""Begins the data of a response that is being generated."""
+CLAIM_S = 10.0
+"""Seconds without a renewal after which the runner of a response counts as dead, as an ingress replica does."""
+MOST_GIVEN = 8
+"""Abandoned responses that are given to one runner at a time."""
+
+
+class Abandoned(NamedTuple):
+    """A response under way whose runner is gone."""
+
+    name: bytes
+    data: bytes
+    tenant: str
 
 
 class KeptEntry(NamedTuple):
@@ -55,6 +74,8 @@ class ResponseStore:
         """The names of each tenant's entries, in the same order."""
         self._shares = Shares()
         """Memory of the entries by tenant."""
+        self._renewed_at: dict[bytes, float] = {}
+        """Last renewal of each response under way."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -87,10 +108,37 @@ class ResponseStore:
         if cost > self._budget_bytes or (parent is not None and parent not in self._entries):
             return False
 
-        self._add(name, _Entry(parent, data, now, tenant))
+        self._add(name, _Entry(parent, data, now, tenant), now)
         self._use(name, now)
         self._make_room()
         return name in self._entries
+
+    def replace(self, name: bytes, beginning: bytes, data: bytes, now: float) -> KeptEntry | None:
+        """Put other data in the place of data with this beginning, and return the entry; None where the data begins
+        otherwise, since somebody else has replaced it, where the name is unknown, or where there is no room in the
+        tenant's share."""
+        self.forget_expired(now)
+        entry = self._entries.get(name)
+        if entry is None or not entry.data.startswith(beginning) or ENTRY_BYTES + len(data) > self._budget_bytes:
+            return None
+        self._shares.add(entry.tenant, len(data) - len(entry.data))
+        entry.data = data
+        self._note_runner(name, entry, now)
+        self._use(name, now)
+        self._make_room()
+        return KeptEntry(name, entry.parent, data, now, entry.tenant) if name in self._entries else None
+
+    def renew(self, claims: Iterable[tuple[bytes, bytes]], now: float) -> list[bool]:
+        """Renew claims, each a name and the beginning of the data that its runner knows; False for each that has ended:
+        the response is forgotten, or has other data."""
+        return [self._is_renewed(name, beginning, now) for name, beginning in claims]
+
+    def abandoned(self, now: float) -> list[Abandoned]:
+        """Responses under way whose runners are gone, which are the caller's from now on."""
+        names = [name for name, renewed_at in self._renewed_at.items() if now >= renewed_at + CLAIM_S][:MOST_GIVEN]
+        for name in names:
+            self._renewed_at[name] = now
+        return [Abandoned(name, self._entries[name].data, self._entries[name].tenant) for name in names]
 
     def entries(self) -> list[KeptEntry]:
         """All responses as `restore` takes them."""
@@ -104,13 +152,14 @@ class ResponseStore:
         responses that are here already."""
         newer, self._entries, self._order = self._entries, OrderedDict(), {}
         self._shares.clear()
+        self._renewed_at.clear()
         latest = min([entry.used_at for entry in newer.values()], default=now)
         for name, parent, data, used_at, tenant in entries:
             if name not in newer:
-                self._add(name, _Entry(parent, data, min(used_at, latest), tenant))
+                self._add(name, _Entry(parent, data, min(used_at, latest), tenant), now)
                 self._use(name, min(used_at, latest))
         for name, entry in newer.items():
-            self._add(name, entry)
+            self._add(name, entry, now)
             self._use(name, entry.used_at)
         self._make_room()
         self.forget_expired(now)
@@ -138,6 +187,8 @@ class ResponseStore:
             assert list(order) == [name for name, entry in self._entries.items() if entry.tenant == tenant]
             assert self._shares.used(tenant) == sum(self._entries[name].cost for name in order)
         assert sum(map(len, self._order.values())) == len(self._entries)
+        under_way = [name for name, entry in self._entries.items() if entry.data.startswith(UNDER_WAY)]
+        assert set(self._renewed_at) == set(under_way)
         times = [entry.used_at for entry in self._entries.values()]
         assert times == sorted(times)
 
@@ -169,13 +220,29 @@ class ResponseStore:
         while self.num_bytes > self._budget_bytes:
             self._drop(next(iter(self._order[self._shares.first_to_give()])))
 
-    def _add(self, name: bytes, entry: _Entry) -> None:
+    def _is_renewed(self, name: bytes, beginning: bytes, now: float) -> bool:
+        if name not in self._renewed_at or not self._entries[name].data.startswith(beginning):
+            return False
+        self._renewed_at[name] = now
+        self._use(name, now)  # what is being generated is not forgotten for being old
+        return True
+
+    def _note_runner(self, name: bytes, entry: _Entry, now: float) -> None:
+        """Give the runner of a new response its time; a response that has ended has no runner."""
+        if entry.data.startswith(UNDER_WAY):
+            self._renewed_at[name] = now
+        else:
+            self._renewed_at.pop(name, None)
+
+    def _add(self, name: bytes, entry: _Entry, now: float) -> None:
         self._entries[name] = entry
+        self._note_runner(name, entry, now)
         self._order.setdefault(entry.tenant, OrderedDict())[name] = None
         self._shares.add(entry.tenant, entry.cost)
 
     def _drop(self, name: bytes) -> None:
         entry = self._entries.pop(name)
+        self._renewed_at.pop(name, None)
         order = self._order[entry.tenant]
         del order[name]
         if not order:
