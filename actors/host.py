@@ -71,7 +71,7 @@ STANDBY_AFTER_S = 10.0
 """Age of a manager at which it gets a standby, so that the rest of the cluster starts first."""
 
 
-class Incarnation(NamedTuple):
+class ActorIncarnation(NamedTuple):
     """An actor that was created, and may have started."""
 
     name: str
@@ -102,7 +102,7 @@ class ActorHost:
         """The name of the incarnation started last."""
         self._last_epoch = 0
         self._started_at = 0.0
-        self._standby: Incarnation | None = None
+        self._standby: ActorIncarnation | None = None
         """The manager's next incarnation, created and not started."""
         self._changing = asyncio.Lock()
 
@@ -258,11 +258,11 @@ class ActorHost:
         logger.info("%s started in %.1f s", name, took_s, extra=extra)
         return child
 
-    def _create(self) -> Incarnation:
+    def _create(self) -> ActorIncarnation:
         # Everybody takes a lower epoch for an older incarnation: never one, also when the clock was put back.
         self._last_epoch = epoch = max(time.time_ns(), self._last_epoch + 1)
         name = incarnation_name(self._actor_id, epoch)
-        return Incarnation(name, epoch, self._hosted.create(name, epoch), self._num_changes)
+        return ActorIncarnation(name, epoch, self._hosted.create(name, epoch), self._num_changes)
 
     async def _keep_standby(self) -> None:
         """Create a standby if there is none, and end one that is dead or hangs, for the next call to create another."""

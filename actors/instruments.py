@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from ray.util.metrics import Counter, Gauge, Histogram, Metric
 
-from raydix.actors.metric_values import Distribution, Family, Kind, Labels, labels_of
+from raydix.actors.metric_values import Distribution, Kind, Labels, MetricFamily, labels_of
 
 MetricT = TypeVar("MetricT", bound=Metric)
 
@@ -24,10 +24,10 @@ class Instrument(Generic[MetricT]):
         self._tags = dict(tags)
         self._values: dict[Labels, float | Distribution] = {}
 
-    def family(self) -> Family:
+    def family(self) -> MetricFamily:
         """The values so far."""
         info = self.metric.info
-        return Family(str(info["name"]), self.kind, str(info["description"]), dict(self._values))
+        return MetricFamily(str(info["name"]), self.kind, str(info["description"]), dict(self._values))
 
     def _labels(self, tags: Mapping[str, str]) -> Labels:
         return labels_of({**self._tags, **tags})
@@ -87,14 +87,14 @@ class HistogramInstrument(Instrument[Histogram]):
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 
-    def family(self) -> Family:
+    def family(self) -> MetricFamily:
         """The observations so far."""
         info = self.metric.info
         values = {self._labels(NO_TAGS): Distribution(tuple(self._counts), self._total)}
-        return Family(str(info["name"]), self.kind, str(info["description"]), values, self._bounds)
+        return MetricFamily(str(info["name"]), self.kind, str(info["description"]), values, self._bounds)
 
 
-def families_of(group: object) -> tuple[Family, ...]:
+def families_of(group: object) -> tuple[MetricFamily, ...]:
     """The values of all instruments among the attributes of `group`."""
     return tuple(each.family() for each in instruments_of(group))
 

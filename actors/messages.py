@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ray.exceptions import RayError
 
 from raydix.engine.core.costs import WorkerCosts
-from raydix.engine.core.types import Attempt, BlockHash, EvictionReason, ProcessName, Role, SegmentHeader
+from raydix.engine.core.types import AttemptName, BlockHash, EvictionReason, ProcessName, Role, SegmentHeader
 
 INGRESS_SILENCE_S = 10.0
 """Silence after which an ingress replica counts as gone, and its requests are given up everywhere."""
@@ -74,7 +74,7 @@ class Registration:
     hashes: tuple[BlockHash, ...]
     node: str = ""
     """Ray's id of the node that the worker runs on."""
-    attempts: frozenset[Attempt] = frozenset()
+    attempts: frozenset[AttemptName] = frozenset()
     """Attempts under way at the worker."""
     process: ProcessName | None = None
 

@@ -20,7 +20,7 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class MetricFamily:
     """A metric of one process, or of several, with its values."""
 
     name: str
@@ -37,9 +37,9 @@ def labels_of(tags: Mapping[str, str]) -> Labels:
     return tuple(sorted(tags.items()))
 
 
-def merged(families: Iterable[Family]) -> list[Family]:
+def merged(families: Iterable[MetricFamily]) -> list[MetricFamily]:
     """Merge families of the same name; of values with the same labels the latest counts."""
-    found: dict[str, Family] = {}
+    found: dict[str, MetricFamily] = {}
     for family in families:
         known = found.get(family.name)
         found[family.name] = family if known is None else replace(known, values={**known.values, **family.values})

@@ -13,7 +13,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from raydix.actors.messages import ImportReport, Memory, Registration, WorkerState
-from raydix.actors.metric_values import Family
+from raydix.actors.metric_values import MetricFamily
 from raydix.actors.names import manager_name, named_actor
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.manager.block_index import CacheUpdate
@@ -27,7 +27,7 @@ from raydix.engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
-    Attempt,
+    AttemptName,
     BlockHash,
     Ended,
     FirstToken,
@@ -59,7 +59,7 @@ class ActorClient:
         """Never answered: raises RayError when the actor is dead."""
         return _sent(self.handle.join.remote())
 
-    def metrics(self) -> Awaitable[tuple[Family, ...]]:
+    def metrics(self) -> Awaitable[tuple[MetricFamily, ...]]:
         """The actor's metrics so far."""
         return _sent(self.handle.metrics.remote())
 
@@ -86,8 +86,8 @@ class WorkerClient(ActorClient):
     def ping(
         self,
         ingress_id: str,
-        taken: Sequence[Attempt],
-        sent: Sequence[Attempt],
+        taken: Sequence[AttemptName],
+        sent: Sequence[AttemptName],
         awaiting: Sequence[str],
         process: ProcessName,
     ) -> Awaitable[None]:

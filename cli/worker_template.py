@@ -158,7 +158,7 @@ def _be_template(listener: socket.socket) -> Order | None:
     if sys.argv[2].startswith("ray."):
         _keep_rays_random_numbers_unused()
     left = list(filter(None, sys.argv[2].split(",")))
-    imported = Imported(left)
+    imported = ImportedModules(left)
     while True:
         has_work = bool(left) and left[0] != FIRST_WORKER
         ready, _, _ = select.select([listener, sys.stdin], [], [], 0 if has_work else None)
@@ -192,7 +192,7 @@ def _keep_rays_random_numbers_unused() -> None:
     module.ActorClassID = FromSystem
 
 
-class Imported:
+class ImportedModules:
     """What the template has imported, and whether the files are still the same: an update of a server that runs starts
     workers of other code."""
 
@@ -220,7 +220,7 @@ class Imported:
             return False
 
 
-def _forked(listener: socket.socket, imported: Imported) -> Order | None:
+def _forked(listener: socket.socket, imported: ImportedModules) -> Order | None:
     """Fork a worker for the process that connects; returns its order in the worker."""
     connection, _ = listener.accept()
     with connection, contextlib.suppress(OSError):

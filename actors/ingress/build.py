@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from raydix.actors.ingress.batches import ROUTES, Batches, BatchSettings
-from raydix.actors.ingress.cache_control import CacheControl
+from raydix.actors.ingress.cache_control import CacheOperations
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.frontend import Frontend, FrontendParts, ReplicaLimits
@@ -87,7 +87,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
     parts = FrontendParts(
         model=model.served,
         tenants=all_tenants,
-        cache=CacheControl(manager, model.tokenizer.decode, records),
+        cache=CacheOperations(manager, model.tokenizer.decode, records),
         tokenization=Tokenization(reader, room, _description(model) if config.http.tokenizer_info else None),
         room=room,
         reader=reader,

@@ -18,7 +18,7 @@ MAX_FOLLOWERS = 16
 """Each asks the manager five times a second."""
 
 
-class CacheControl:
+class CacheOperations:
     """Asks the manager on behalf of a tenant. `decode` turns token ids into text."""
 
     def __init__(self, manager: ManagerLink, decode: Callable[[Sequence[int]], str], records: PromptRecords) -> None:

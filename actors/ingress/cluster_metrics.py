@@ -9,7 +9,7 @@ from ray.exceptions import RayError
 from raydix.actors.calls import answer
 from raydix.actors.ingress.exposition import exposition
 from raydix.actors.ingress.manager_link import ManagerLink
-from raydix.actors.metric_values import Family, labels_of, merged
+from raydix.actors.metric_values import MetricFamily, labels_of, merged
 from raydix.actors.rpc import WorkerClient
 from raydix.configs.sections import MANAGER
 from raydix.engine.background import run_detached
@@ -19,7 +19,7 @@ from raydix.engine.core.types import WorkerInfo
 TIMEOUT_S = 2.0
 """Limit of one process's answer, with the search for the process."""
 
-UP = Family(
+UP = MetricFamily(
     "raydix_process_up",
     "gauge",
     "1 for a process whose metrics are here, 0 for one that did not answer in time.",
@@ -32,7 +32,7 @@ class ReplicaMetrics:
     """This replica's own metrics."""
 
     replica: str
-    families: Callable[[], Sequence[Family]]
+    families: Callable[[], Sequence[MetricFamily]]
 
 
 class ClusterMetrics:
@@ -79,7 +79,7 @@ class ClusterMetrics:
         gathered = [replace(UP, values=up), *self._own.families(), *(each for some in answered for each in some)]
         return exposition(merged(gathered))
 
-    async def _of_manager(self) -> Sequence[Family] | None:
+    async def _of_manager(self) -> Sequence[MetricFamily] | None:
         """None if the manager does not answer in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -87,7 +87,7 @@ class ClusterMetrics:
         except (ServiceError, TimeoutError):
             return None
 
-    async def _of_worker(self, worker: WorkerInfo) -> Sequence[Family] | None:
+    async def _of_worker(self, worker: WorkerInfo) -> Sequence[MetricFamily] | None:
         """None if the worker does not answer in time."""
         known = (worker.worker_id, worker.epoch)
         try:

@@ -31,13 +31,13 @@ from raydix.engine.core.ingress.instructions import (
     Admit,
     AskWorkers,
     AttemptLost,
-    Deliver,
+    DeliverTokens,
     FailedOver,
     Follow,
     Instruction,
     ModelDiffers,
     MovedOn,
-    Named,
+    NamedByLastWords,
     Ping,
     Read,
     Settle,
@@ -48,7 +48,7 @@ from raydix.engine.core.ingress.instructions import (
     WorkerSilent,
 )
 from raydix.engine.core.log_fields import about
-from raydix.engine.core.types import AdmitRequest, Attempt, BlockHash, TokenEvent, WorkerInfo
+from raydix.engine.core.types import AdmitRequest, AttemptName, BlockHash, TokenEvent, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class Dispatcher:
 
     def _carry_out_one(self, instruction: Instruction) -> None:
         match instruction:
-            case Deliver(request_id, events):
+            case DeliverTokens(request_id, events):
                 delivery = self._deliveries[request_id]
                 delivery.inbox += events
                 delivery.arrived.set()
@@ -191,7 +191,15 @@ class Dispatcher:
                 self._background.start(self._start_worker())
             case Settle():
                 self._background.start(self._settle(instruction))
-            case WorkerLost() | WorkerSilent() | AttemptLost() | Named() | FailedOver() | MovedOn() | ModelDiffers():
+            case (
+                WorkerLost()
+                | WorkerSilent()
+                | AttemptLost()
+                | NamedByLastWords()
+                | FailedOver()
+                | MovedOn()
+                | ModelDiffers()
+            ):
                 log_incident(instruction)
                 if isinstance(instruction, FailedOver):
                     self._on_failover()
@@ -395,7 +403,9 @@ class Dispatcher:
                 await asyncio.wait({self._reading[submit.worker_id]}, timeout=SUBMIT_LOST_S)
             self._carry_out(self._dispatch.not_submitted(submit.assignments, time.monotonic()))
         else:
-            self._dispatch.submitted(submit.worker_id, [Attempt(a.request_id, a.attempt) for a in submit.assignments])
+            self._dispatch.submitted(
+                submit.worker_id, [AttemptName(a.request_id, a.attempt) for a in submit.assignments]
+            )
 
 
 def _is_death(error: Exception) -> bool:

@@ -7,7 +7,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from raydix.actors.metric_values import Distribution, Family
+from raydix.actors.metric_values import Distribution, MetricFamily
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -15,19 +15,19 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class _Families(Collector):
     """Families as Prometheus' client collects metrics."""
 
-    def __init__(self, families: Iterable[Family]) -> None:
+    def __init__(self, families: Iterable[MetricFamily]) -> None:
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
         return map(_metric, self._families)
 
 
-def exposition(families: Iterable[Family]) -> str:
+def exposition(families: Iterable[MetricFamily]) -> str:
     """The families in Prometheus' text format; each name may appear once."""
     return generate_latest(_Families(families)).decode()
 
 
-def _metric(family: Family) -> Metric:
+def _metric(family: MetricFamily) -> Metric:
     metric = Metric(family.name, family.description, family.kind)
     for labels, value in family.values.items():
         if isinstance(value, Distribution):

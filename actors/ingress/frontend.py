@@ -11,7 +11,7 @@ from contextlib import ExitStack, aclosing, asynccontextmanager, closing, contex
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
-from raydix.actors.ingress.cache_control import CacheControl
+from raydix.actors.ingress.cache_control import CacheOperations
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.engine.api.batches import LineAnswer, failed_answer
@@ -61,7 +61,7 @@ class FrontendParts:
 
     model: ServedModel
     tenants: Tenants
-    cache: CacheControl
+    cache: CacheOperations
     tokenization: Tokenization
     room: Room
     reader: RequestReader

@@ -8,7 +8,7 @@ from raydix.engine.core.ingress.instructions import (
     FailedOver,
     ModelDiffers,
     MovedOn,
-    Named,
+    NamedByLastWords,
     WorkerLost,
     WorkerSilent,
 )
@@ -16,7 +16,7 @@ from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 
-Incident: TypeAlias = WorkerLost | WorkerSilent | AttemptLost | Named | FailedOver | MovedOn | ModelDiffers
+Incident: TypeAlias = WorkerLost | WorkerSilent | AttemptLost | NamedByLastWords | FailedOver | MovedOn | ModelDiffers
 
 
 def log_incident(incident: Incident) -> None:
@@ -32,7 +32,7 @@ def log_incident(incident: Incident) -> None:
         case AttemptLost(worker_id, request_id, attempt):
             extra = about("attempt_lost", worker=worker_id, request=request_id, attempt=attempt)
             logger.warning("events of %s were lost on their way from %s", request_id, worker_id, extra=extra)
-        case Named(worker_id, request_id, num_named, num_stopped, is_refused):
+        case NamedByLastWords(worker_id, request_id, num_named, num_stopped, is_refused):
             extra = about(
                 "request_named",
                 request=request_id,

@@ -17,7 +17,7 @@ from raydix.engine.core.manager.block_index import Segment
 from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.instructions import (
     DamagedFileError,
-    Deliver,
+    DeliverSegment,
     DiskInstruction,
     EraseFile,
     Export,
@@ -68,7 +68,7 @@ class Executor:
         """Begin what the directory has decided. Nothing here waits: each call and each file has a task."""
         for instruction in instructions:
             match instruction:
-                case Deliver(worker_id=worker_id, segment=segment):
+                case DeliverSegment(worker_id=worker_id, segment=segment):
                     self._deliveries.start(self._deliver(worker_id, self._clients[worker_id], segment))
                 case Export(worker_id=worker_id, hashes=hashes):
                     self._background.start(quietly(self._clients[worker_id].export_blocks(hashes)))

@@ -28,7 +28,7 @@ from raydix.actors.manager.pool_resets import UNDER_WAY_S, PoolResets
 from raydix.actors.manager.succession import Succession
 from raydix.actors.manager.worker_watch import WorkerWatch
 from raydix.actors.messages import Memory, Registration, WorkerState
-from raydix.actors.metric_values import Family
+from raydix.actors.metric_values import MetricFamily
 from raydix.actors.metrics import HoldMetrics, ManagerMetrics
 from raydix.actors.processes import ProcessWatch
 from raydix.actors.rpc import Handle
@@ -307,7 +307,7 @@ class KVCacheManager:
         """Process id and sizes of the index and the memory, after a check of their integrity."""
         return {"pid": os.getpid(), **self._directory.sizes(), **self._memory.statistics()}
 
-    async def metrics(self) -> tuple[Family, ...]:
+    async def metrics(self) -> tuple[MetricFamily, ...]:
         """The manager's metrics."""
         return (*families_of(self._metrics), *families_of(self._holds))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from raydix.actors.instruments import families_of
 from raydix.actors.messages import WorkerState
-from raydix.actors.metric_values import Family
+from raydix.actors.metric_values import MetricFamily
 from raydix.actors.metrics import WorkerMetrics
 from raydix.actors.worker.engine_thread import EngineThread
 from raydix.engine.core.costs import CostFit, WorkerCosts
@@ -73,7 +73,7 @@ class Measurements:
             pool.num_blocks,
         )
 
-    def families(self) -> tuple[Family, ...]:
+    def families(self) -> tuple[MetricFamily, ...]:
         """The metrics as of the last report."""
         return families_of(self._metrics)
 

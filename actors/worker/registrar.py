@@ -18,7 +18,7 @@ from raydix.actors.worker.engine_thread import EngineThread
 from raydix.actors.worker.export_stream import ExportStream
 from raydix.actors.worker.token_streams import TokenStreams
 from raydix.engine.core.log_fields import about
-from raydix.engine.core.types import Attempt, BlockHash, Role
+from raydix.engine.core.types import AttemptName, BlockHash, Role
 
 if TYPE_CHECKING:
     from raydix.engine.model.engine import Engine
@@ -136,7 +136,7 @@ class Registrar:
             self._exports.restart()
             taken.set_result((hashes, self._tokens.attempts.under_way))
 
-        taken: asyncio.Future[tuple[tuple[BlockHash, ...], frozenset[Attempt]]] = (
+        taken: asyncio.Future[tuple[tuple[BlockHash, ...], frozenset[AttemptName]]] = (
             asyncio.get_running_loop().create_future()
         )
         self._thread.post(snapshot)

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 
 from raydix.actors.processes import ProcessWatch
 from raydix.engine.core.signs_of_life import SignsOfLife
-from raydix.engine.core.types import Assignment, Attempt, ProcessName, PromptEvent, StreamEvent, TokenEvent
+from raydix.engine.core.types import (
+    Assignment,
+    AttemptName,
+    AttemptOver,
+    ProcessName,
+    PromptEvent,
+    StreamEvent,
+    TokenEvent,
+)
 from raydix.engine.core.worker.attempts import Attempts
 
 
@@ -40,15 +48,15 @@ class TokenStreams:
             self.seen(ingress_id)
 
     def compare(
-        self, ingress_id: str, taken: Sequence[Attempt], sent: Sequence[Attempt], now: float
-    ) -> Sequence[Attempt]:
+        self, ingress_id: str, taken: Sequence[AttemptName], sent: Sequence[AttemptName], now: float
+    ) -> Sequence[AttemptName]:
         """Take a ping (`Attempts.compare`): tell the replica of attempts that are not here, behind all their events;
         returns the orphans."""
         self.seen(ingress_id)
         unknown, orphans = self.attempts.compare(ingress_id, taken, sent, now)
         if unknown:
             outbox = self._outbox(ingress_id)
-            outbox.events += unknown
+            outbox.events += (AttemptOver(*name) for name in unknown)
             outbox.filled.set()
         return orphans
 
@@ -93,7 +101,7 @@ class TokenStreams:
         """Tell replicas that have sent nothing for so long and compute from those that may be dead."""
         watch.look_at_quiet(self._signs, self.processes, silence_s)
 
-    def drop_silent(self, silence_s: float) -> dict[str, list[Attempt]]:
+    def drop_silent(self, silence_s: float) -> dict[str, list[AttemptName]]:
         """End the streams of replicas that were not seen for so long, behind the events that wait there; returns the
         attempts of each."""
         silent = self._signs.silent(time.monotonic(), silence_s)

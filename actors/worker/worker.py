@@ -24,7 +24,7 @@ from raydix.actors.calls import sleep
 from raydix.actors.instruments import families_of
 from raydix.actors.logs import DEFAULTS, log_to_ray, set_level
 from raydix.actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, ImportReport
-from raydix.actors.metric_values import Family
+from raydix.actors.metric_values import MetricFamily
 from raydix.actors.metrics import HoldMetrics
 from raydix.actors.names import incarnation_name
 from raydix.actors.processes import ProcessWatch
@@ -43,7 +43,7 @@ from raydix.engine.core.settings import EngineSettings, SchedulerLimits
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import (
     Assignment,
-    Attempt,
+    AttemptName,
     BlockHash,
     ProcessName,
     Role,
@@ -183,8 +183,8 @@ class Worker:
     async def ping(
         self,
         ingress_id: str,
-        taken: Sequence[Attempt],
-        sent: Sequence[Attempt],
+        taken: Sequence[AttemptName],
+        sent: Sequence[AttemptName],
         awaiting: Sequence[str],
         process: ProcessName | None = None,
     ) -> None:
@@ -262,7 +262,7 @@ class Worker:
         counts = await self._thread.ask(engine_statistics)
         return {**own, "pid": os.getpid(), **counts, "num_prefill_tokens": self._measurements.num_prefill_tokens}
 
-    async def metrics(self) -> tuple[Family, ...]:
+    async def metrics(self) -> tuple[MetricFamily, ...]:
         """The worker's metrics, as of the last report; answered while the engine computes or hangs, too."""
         return (*self._measurements.families(), *families_of(self._holds))
 

@@ -11,10 +11,10 @@ from typing import Protocol, TypeAlias
 from raydix.engine.api.assembler import Piece
 from raydix.engine.api.context_edits import ContextEdits
 from raydix.engine.api.logprobs import TokenBytes
-from raydix.engine.api.responses import Choice, Json, ResponseHead, Usage
+from raydix.engine.api.responses import Choice, Json, ResponseHead, TokenUsage
 from raydix.engine.api.spec import GenerationSpec
 from raydix.engine.api.wire import WireFormat
-from raydix.engine.core.ingress.parsers.answer import AnswerMessage
+from raydix.engine.core.ingress.parsers.answer import AssembledMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class AnswerContext:
     """What was left out of the client's chat, where the request asks for edits."""
     logprobs: Callable[[Piece], Json] | None = None
     """Renders a piece's log-probabilities as a chat's, if the request asks for them."""
-    message: AnswerMessage | None = None
+    message: AssembledMessage | None = None
     """Parts of the answer so far, if the answer is parsed."""
     num_had_events: int = 0
     """Events at the beginning of a stream that its reader has already, and that are left out."""
@@ -47,16 +47,16 @@ class AnswerWriter(Protocol):
     def wire(self) -> WireFormat:
         """Form of errors in the answer's stream."""
 
-    def body(self, choice: Choice, usage: Usage) -> Iterator[bytes]:
+    def body(self, choice: Choice, usage: TokenUsage) -> Iterator[bytes]:
         """The whole answer, in slices."""
 
-    def first(self, usage: Usage) -> bytes:
+    def first(self, usage: TokenUsage) -> bytes:
         """Events that open the stream, written when the first piece has come; `usage` is of the prompt."""
 
     def piece(self, piece: Piece) -> bytes:
         """Events of the next piece, possibly none."""
 
-    def end(self, choice: Choice, usage: Usage) -> Iterator[bytes]:
+    def end(self, choice: Choice, usage: TokenUsage) -> Iterator[bytes]:
         """The last events, in slices."""
 
 

@@ -1,7 +1,7 @@
 """Edits of a chat before its prompt is made: results of old tool calls and old reasoning are left out.
 
 The edits are a function of the chat as the client sends it, so that the same chat always comes to the same prompt. The
-client goes on sending everything; `AppliedEdit` tells it what the model did not see.
+client goes on sending everything; `EditEffect` tells it what the model did not see.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +51,7 @@ Edit: TypeAlias = ClearToolUses | ClearThinking
 
 
 @dataclass(frozen=True, slots=True)
-class AppliedEdit:
+class EditEffect:
     """An edit that has left something out."""
 
     edit: Edit
@@ -68,7 +68,7 @@ class AppliedEdit:
 class ContextEdits:
     """The edits of a chat."""
 
-    applied: tuple[AppliedEdit, ...] = ()
+    applied: tuple[EditEffect, ...] = ()
     original_tokens: int | None = None
     """Tokens of the prompt without edits; None where none could have left anything out."""
     original: tuple[Mapping[str, Any], ...] = ()
@@ -80,7 +80,7 @@ def edited(
 ) -> tuple[tuple[Mapping[str, Any], ...], ContextEdits]:
     """Return the messages that the model sees, and what was left out of `messages`. `num_tokens` counts the tokens of a
     prompt, and is only asked where an edit finds something to leave out."""
-    applied: list[AppliedEdit] = []
+    applied: list[EditEffect] = []
     original = before = None
     now = tuple(messages)
     for edit in edits:
@@ -98,7 +98,7 @@ def edited(
         if cleared <= 0 or (isinstance(edit, ClearToolUses) and cleared < edit.clear_at_least):
             continue
         now, before = shorter, after
-        applied.append(AppliedEdit(edit, num_cleared, cleared))
+        applied.append(EditEffect(edit, num_cleared, cleared))
     return now, ContextEdits(tuple(applied), original, tuple(messages) if applied else ())
 
 

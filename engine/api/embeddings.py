@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from raydix.engine.api.inputs import InputsFields
 from raydix.engine.api.known import Ignored, UnlessEmpty, UnlessFalse, Unsupported
 from raydix.engine.api.prompts import MAX_TOKEN_ID, Inputs, Label
-from raydix.engine.api.responses import ResponseHead, Usage
+from raydix.engine.api.responses import ResponseHead, TokenUsage
 from raydix.engine.api.slices import array_of, document
 from raydix.engine.api.spec import EmbeddingUse, GenerationSpec
 from raydix.engine.api.validation import (
@@ -92,7 +92,7 @@ class EmbedResponse(BaseModel):
 
     request_id: str
     embeddings: tuple[tuple[float, ...], ...] = Field(description="One vector for each input, in their order.")
-    usage: Usage
+    usage: TokenUsage
 
 
 def parse_embeddings(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
@@ -113,7 +113,9 @@ def as_embed_request(value: EmbedRequest | Mapping[str, object]) -> EmbedRequest
         raise request_error(error, EmbedRequest) from None
 
 
-def embeddings_slices(head: ResponseHead, embeddings: Callable[[], Iterator[object]], usage: Usage) -> Iterator[bytes]:
+def embeddings_slices(
+    head: ResponseHead, embeddings: Callable[[], Iterator[object]], usage: TokenUsage
+) -> Iterator[bytes]:
     """The response of `/v1/embeddings` in slices. An embedding is a text, a list of numbers, or an array of them."""
 
     def data() -> Iterator[object]:

@@ -22,14 +22,14 @@ from raydix.engine.api.fields import RequestId, SamplingFields
 from raydix.engine.api.normal_form import normal_form
 from raydix.engine.api.prompts import Label, Messages, OnePrompt, unicode_text
 from raydix.engine.api.reasoning import ReasoningFields
-from raydix.engine.api.responses import Usage
+from raydix.engine.api.responses import TokenUsage
 from raydix.engine.api.spec import FormSpec, GenerationSpec, RetentionSpec, ServiceSpec
 from raydix.engine.api.tools import ToolFields
 from raydix.engine.api.validation import INTEGRAL, describe, request_error
 from raydix.engine.core.answers.prompt_form import ChatEnd
 from raydix.engine.core.errors import RequestError
-from raydix.engine.core.ingress.parsers.answer import AnswerMessage
-from raydix.engine.core.ingress.parsers.events import AnswerEvent, ArgumentsPart, CallBegins, ReasoningPart, TextPart
+from raydix.engine.core.ingress.parsers.answer import AssembledMessage
+from raydix.engine.core.ingress.parsers.events import AnswerEvent, AnswerText, ArgumentsPart, CallBegins, ReasoningPart
 from raydix.engine.core.types import FinishReason, TokenLogprobs
 
 _OF_CHATS: Mapping[str, tuple[object, ...]] = {
@@ -127,7 +127,7 @@ def as_generate_request(value: GenerateRequest | Mapping[str, object]) -> Genera
         raise request_error(error, GenerateRequest) from None
 
 
-class CalledFunction(BaseModel):
+class AnswerCall(BaseModel):
     """A call in an answer, or in a stream the next part of one: its beginning, or more of its arguments."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -157,9 +157,7 @@ class _Result(BaseModel):
         default=None,
         description="Reasoning before the text; None where there is none or it is part of the text.",
     )
-    tool_calls: tuple[CalledFunction, ...] | None = Field(
-        default=None, description="None where the request has no tools."
-    )
+    tool_calls: tuple[AnswerCall, ...] | None = Field(default=None, description="None where the request has no tools.")
     token_ids: tuple[int, ...]
     logprobs: Annotated[tuple[TokenLogprobs, ...] | None, WrapValidator(_made_here)] = Field(
         default=None, description="One for each of token_ids, if asked for."
@@ -187,33 +185,33 @@ class GenerateResponse(_Result):
     """A whole answer."""
 
     finish_reason: FinishReason
-    usage: Usage
+    usage: TokenUsage
 
 
 class GenerateChunk(_Result):
     """The next piece of an answer. The last one alone has `finish_reason` and `usage`."""
 
     finish_reason: FinishReason | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
 
 
-def whole_calls(message: AnswerMessage) -> tuple[CalledFunction, ...]:
+def whole_calls(message: AssembledMessage) -> tuple[AnswerCall, ...]:
     """The calls of a whole answer."""
     return tuple(
-        CalledFunction(index=index, id=call.id, name=call.name, arguments="".join(call.arguments))
+        AnswerCall(index=index, id=call.id, name=call.name, arguments="".join(call.arguments))
         for index, call in enumerate(message.calls)
     )
 
 
-def call_parts(events: Sequence[AnswerEvent], message: AnswerMessage) -> tuple[CalledFunction, ...]:
+def call_parts(events: Sequence[AnswerEvent], message: AssembledMessage) -> tuple[AnswerCall, ...]:
     """The parts of calls among the events of a piece. `message` has all parts of the answer."""
     parts = []
     for event in events:
         match event:
             case CallBegins(index, name):
-                parts.append(CalledFunction(index=index, id=message.begun[index].id, name=name, arguments=""))
+                parts.append(AnswerCall(index=index, id=message.begun[index].id, name=name, arguments=""))
             case ArgumentsPart(index, text):
-                parts.append(CalledFunction(index=index, arguments=text))
+                parts.append(AnswerCall(index=index, arguments=text))
     return tuple(parts)
 
 
@@ -224,4 +222,4 @@ def reasoning_of(events: Sequence[AnswerEvent]) -> str | None:
 
 def text_of(events: Sequence[AnswerEvent]) -> str:
     """The text for the user among the events of a piece."""
-    return "".join(event.text for event in events if isinstance(event, TextPart))
+    return "".join(event.text for event in events if isinstance(event, AnswerText))

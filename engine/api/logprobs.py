@@ -157,7 +157,7 @@ def prompt_logprobs(
     return array_of(objects) if num_listed(logprobs) > SMALL else list(objects())
 
 
-class CompletionLogprobs:
+class CompletionLogprobsWriter:
     """Makes the `logprobs` objects of one completion choice, for a stream piece by piece: `text_offset` counts the
     characters of the choice's text before each token. `num_top` alternatives are shown of each; None: all there are.
     `names_ids`: tokens are named by their ids. With `names` a `Sliced` stands for a large object of one position."""

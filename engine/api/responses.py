@@ -16,7 +16,7 @@ import orjson
 from raydix.engine.api.slices import Sliced, array_of, document, ids_of, whole
 from raydix.engine.api.spec import GenerationSpec
 from raydix.engine.core.errors import RaydixError
-from raydix.engine.core.ingress.parsers.answer import AnswerMessage, Call
+from raydix.engine.core.ingress.parsers.answer import AssembledMessage, Call
 from raydix.engine.core.types import BlockHash, FinishReason
 
 Json: TypeAlias = dict[str, object]
@@ -72,7 +72,7 @@ def system_fingerprint(root: BlockHash | None) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Tokens of a request. `cached_tokens` of the prompt were found in the cache, not computed."""
 
     prompt_tokens: int
@@ -86,9 +86,9 @@ class Usage:
     """Draft tokens that did not become part of the completion."""
 
     @property
-    def of_prompt(self) -> "Usage":
+    def of_prompt(self) -> "TokenUsage":
         """The usage before the completion's first token."""
-        return Usage(
+        return TokenUsage(
             self.prompt_tokens, 0, self.cached_tokens, reasoning_tokens=None if self.reasoning_tokens is None else 0
         )
 
@@ -113,9 +113,9 @@ def total_reasoning(counts: Sequence[int | None]) -> int | None:
     return sum(known) if known else None
 
 
-def total_usage(usages: Sequence[Usage]) -> Usage:
+def total_usage(usages: Sequence[TokenUsage]) -> TokenUsage:
     """The usage of several prompts together. The `n` choices of one prompt are one usage: it is counted once."""
-    return Usage(
+    return TokenUsage(
         sum(usage.prompt_tokens for usage in usages),
         sum(usage.completion_tokens for usage in usages),
         sum(usage.cached_tokens for usage in usages),
@@ -140,7 +140,7 @@ class Choice:
     """Stop string, or requested stop token, at the end of the answer."""
     message_id: str | None = None
     """Reference by which a later chat can go on from the answer's token ids, if the request asked for one."""
-    message: AnswerMessage | None = None
+    message: AssembledMessage | None = None
     """Parts of the text, where it is parsed."""
 
 
@@ -152,14 +152,14 @@ def wire_finish_reason(reason: FinishReason) -> str:
     return word
 
 
-def response_body(head: ResponseHead, choices: Sequence[Choice], usage: Usage) -> bytes:
+def response_body(head: ResponseHead, choices: Sequence[Choice], usage: TokenUsage) -> bytes:
     """A whole response: `chat.completion` or `text_completion`. A chat has one prompt: its ids come from choice 0."""
     render = _chat_choice if head.kind == "chat" else _completion_choice
     return whole(_response(head, [render(choice) for choice in choices], choices[0], usage))
 
 
 def response_slices(
-    head: ResponseHead, num_choices: int, choice_of: Callable[[int], Choice], usage: Usage
+    head: ResponseHead, num_choices: int, choice_of: Callable[[int], Choice], usage: TokenUsage
 ) -> Iterator[bytes]:
     """Yield the response of `response_body` in slices. `choice_of` makes a choice, and is called when its turn
     comes."""
@@ -168,7 +168,7 @@ def response_slices(
     return document(_response(head, choices, choice_of(0), usage))
 
 
-def _response(head: ResponseHead, choices: list[Json] | Sliced, first: Choice, usage: Usage) -> Json:
+def _response(head: ResponseHead, choices: list[Json] | Sliced, first: Choice, usage: TokenUsage) -> Json:
     body = head.object()
     body["choices"] = choices
     body["usage"] = usage.object()
@@ -186,7 +186,7 @@ def _chat_choice(choice: Choice) -> Json:
     return {"index": choice.index, "message": message, **_of_answer(choice)}
 
 
-def message_parts(message: AnswerMessage, object_of: Callable[[Call], Json]) -> Json:
+def message_parts(message: AssembledMessage, object_of: Callable[[Call], Json]) -> Json:
     """The parts of a parsed answer as a message has them, the calls as `object_of` makes them."""
     reasoning: Json = {}
     if message.reasoning:

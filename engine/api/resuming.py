@@ -39,7 +39,7 @@ _SEAL_VERSION = 1
 """First byte of each seal: the rules by which the rest was made. A change of `seal_of` or `by_name` that gives a
 request another seal takes the next number, so that ids of both kinds are told apart."""
 _ONLY_REPEATED = ("instructions", "metadata", "prompt_cache_key", "user")
-"""Fields that do nothing but stand in the response (`Turn.repeated`); the others are parts of the request anyway."""
+"""Fields that only stand in the response (`ResponseTurn.repeated`); the others are parts of the request anyway."""
 _PLACE = r"[0-9]{1,9}\.[0-9]{1,9}\.[0-9a-f]{8}"
 _ID = re.compile(
     rf"(?P<places>{_PLACE}(?::{_PLACE})*):(?P<closing>[0-9]{{1,4}})"

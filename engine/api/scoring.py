@@ -20,7 +20,7 @@ from raydix.engine.api.fields import TokenId
 from raydix.engine.api.inputs import InputsFields
 from raydix.engine.api.known import Ignored, UnlessEmpty, UnlessFalse, Unsupported
 from raydix.engine.api.prompts import Inputs, OnePrompt
-from raydix.engine.api.responses import Json, ResponseHead, Usage
+from raydix.engine.api.responses import Json, ResponseHead, TokenUsage
 from raydix.engine.api.spec import DEFAULT_SAMPLING, GenerationSpec, LabelScoring, Prompt, ScoreForm
 from raydix.engine.api.validation import NO_RULES, BodyRules, ignored_fields, parse_body
 from raydix.engine.core.errors import RequestError
@@ -121,7 +121,7 @@ def scores(scoring: LabelScoring, at: TokenLogprobs) -> list[float]:
     return [weights[label] / total for label in scoring.labels]
 
 
-def scores_body(head: ResponseHead, form: ScoreForm, found: Sequence[Sequence[float]], usage: Usage) -> bytes:
+def scores_body(head: ResponseHead, form: ScoreForm, found: Sequence[Sequence[float]], usage: TokenUsage) -> bytes:
     """The response, with the scores of each item in their order. SGLang's form has no completion tokens: the one token
     that each prompt takes to compute is in neither form's answer."""
     own: Json

@@ -64,7 +64,7 @@ class PromptMark:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ResponseTurn:
     """The part of a request of OpenAI's Responses API that makes a conversation of stored responses."""
 
     previous: str | None
@@ -314,7 +314,7 @@ class GenerationSpec:
     edits: tuple[Edit, ...] | None = None
     """Edits of the messages before their prompt is made (chats only); None: the client does not ask what was left
     out."""
-    turn: Turn | None = None
+    turn: ResponseTurn | None = None
     ignored: tuple[str, ...] = ()
     """Fields of the body that have no effect: hints that nothing here acts on, and unknown ones."""
 

@@ -11,17 +11,17 @@ from collections.abc import Sequence
 
 import orjson
 
-from raydix.engine.api.responses import Json, ResponseHead, Usage, error_body, wire_finish_reason
+from raydix.engine.api.responses import Json, ResponseHead, TokenUsage, error_body, wire_finish_reason
 from raydix.engine.api.slices import ids_of, whole
 from raydix.engine.core.errors import RaydixError
-from raydix.engine.core.ingress.parsers.answer import AnswerMessage
+from raydix.engine.core.ingress.parsers.answer import AssembledMessage
 from raydix.engine.core.ingress.parsers.events import (
     AnswerEvent,
+    AnswerText,
     ArgumentsPart,
     CallBegins,
     InputPart,
     ReasoningPart,
-    TextPart,
 )
 from raydix.engine.core.types import FinishReason
 
@@ -35,7 +35,7 @@ def error_event(error: RaydixError) -> bytes:
     return _event(error_body(error))
 
 
-def usage_event(head: ResponseHead, usage: Usage) -> bytes:
+def usage_event(head: ResponseHead, usage: TokenUsage) -> bytes:
     """The last event before `DONE` where `include_usage` was asked for."""
     return _event(orjson.dumps({**head.object(stream=True), "choices": [], "usage": usage.object()}))
 
@@ -54,7 +54,7 @@ class ChunkWriter:
         self._index = index
         self._include_usage = include_usage
         self._is_chat = head.kind == "chat"
-        self.usage: Usage | None = None
+        self.usage: TokenUsage | None = None
         """Usage of the choice so far, for the next chunks."""
         # The mark stands behind all that a caller or operator can have named, so the last one is ours.
         before, _, after = self._chunk(_MARK, None, None, None, None).rpartition(orjson.dumps(_MARK))
@@ -86,7 +86,7 @@ class ChunkWriter:
     def parts(
         self,
         events: Sequence[AnswerEvent],
-        message: AnswerMessage,
+        message: AssembledMessage,
         *,
         token_ids: Sequence[int] | None = None,
         logprobs: Json | None = None,
@@ -162,10 +162,10 @@ class ChunkWriter:
         return _event(whole(chunk))
 
 
-def _delta(event: AnswerEvent, message: AnswerMessage) -> Json | None:
+def _delta(event: AnswerEvent, message: AssembledMessage) -> Json | None:
     """The change that an event makes to a chat's message; None if it makes none."""
     match event:
-        case TextPart(text):
+        case AnswerText(text):
             return {"content": text}
         case ReasoningPart(text):
             return {"reasoning": text, "reasoning_content": text}

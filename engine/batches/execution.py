@@ -12,7 +12,7 @@ from raydix.engine.batches.file_store import FileStore
 from raydix.engine.batches.journal import Journal
 from raydix.engine.batches.lines import Input, LineLimits, read_beside
 from raydix.engine.batches.output import answers, errors
-from raydix.engine.batches.runner import Answer, Runner, Slots
+from raydix.engine.batches.runner import Answer, BatchRunner, Slots
 from raydix.engine.core.batches.batch_run import BatchRun, Progress
 from raydix.engine.core.batches.records import Problem, Record
 
@@ -99,8 +99,8 @@ class Execution:
     async def _note(self, records: Sequence[Record]) -> None:
         await asyncio.to_thread(self._journal.append, records)
 
-    def _runner(self, lines: Input) -> Runner:
-        return Runner(
+    def _runner(self, lines: Input) -> BatchRunner:
+        return BatchRunner(
             self._batch.record.id,
             self._run,
             lines=lines,

@@ -23,7 +23,7 @@ from raydix.engine.batches.disk import replaced
 from raydix.engine.batches.journal import Journal
 from raydix.engine.batches.lines import Input, read_input
 from raydix.engine.batches.output import answers, errors
-from raydix.engine.batches.runner import Answer, FixedSlots, Runner
+from raydix.engine.batches.runner import Answer, BatchRunner, FixedSlots
 from raydix.engine.core.batches.batch_run import BatchRun, Progress
 from raydix.engine.core.batches.records import Problem, Record
 from raydix.engine.core.errors import RequestError
@@ -114,7 +114,7 @@ async def _run_lines(
     if not run.is_stopped:
         await asyncio.to_thread(journal.append, run.opened(lines.order, lines.digest, time.time()))
     slots = FixedSlots(concurrency)
-    await Runner(lines.digest, run, lines=lines, journal=journal, answer=answer, slots=slots, look=look).work()
+    await BatchRunner(lines.digest, run, lines=lines, journal=journal, answer=answer, slots=slots, look=look).work()
 
 
 def _write_outputs(files: BatchFiles, run: BatchRun, journal: Journal, lines: Input) -> None:

@@ -50,7 +50,7 @@ class FixedSlots:
         self._num_free += 1
 
 
-class Runner:
+class BatchRunner:
     """Runs the lines of one batch until the batch is stopped."""
 
     def __init__(

@@ -53,7 +53,7 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PromptPart:
     """A part of a prompt, by digests."""
 
     kind: PartKind
@@ -63,7 +63,7 @@ class Part:
     """Of everything but reasoning."""
 
     @classmethod
-    def of(cls, kind: PartKind, text: str, reasoning: str = "") -> "Part":
+    def of(cls, kind: PartKind, text: str, reasoning: str = "") -> "PromptPart":
         """The part with this text, and with this reasoning beside the text."""
         plain = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES)
         whole = plain.copy()
@@ -76,7 +76,7 @@ class PromptRecord:
     """What is kept of a prompt."""
 
     token_ids: "array[int]"
-    parts: tuple[Part, ...]
+    parts: tuple[PromptPart, ...]
     salt: bytes
     """The private salt: no KV is shared between two of them."""
     block_size: int

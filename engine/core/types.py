@@ -235,11 +235,17 @@ class Retention:
 DEFAULT_RETENTION = Retention()
 
 
-class Attempt(NamedTuple):
-    """The name of one attempt of a request. In a token stream: the worker has no such attempt, and no more events."""
+class AttemptName(NamedTuple):
+    """The name of one attempt of a request."""
 
     request_id: str
     number: int
+
+
+class AttemptOver(AttemptName):
+    """Says in a token stream that the worker has no attempt of this name any more, nor events of it to come."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +322,7 @@ class PromptEvent(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
 
 
-StreamEvent: TypeAlias = PromptEvent | TokenEvent | Attempt
+StreamEvent: TypeAlias = PromptEvent | TokenEvent | AttemptOver
 """An item of a worker's token stream."""
 
 

@@ -34,7 +34,7 @@ MAX_KEPT = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ScriptLine:
     """One line of a script."""
 
     after: str
@@ -47,7 +47,7 @@ class Line:
 class Script:
     """The answers of a model by the end of the prompt."""
 
-    def __init__(self, lines: tuple[Line, ...]) -> None:
+    def __init__(self, lines: tuple[ScriptLine, ...]) -> None:
         self.lines = lines
 
     def answer(self, prompt: str) -> str:
@@ -57,7 +57,7 @@ class Script:
         return best[3] if best is not None and best[0] >= 0 else ""
 
 
-def _end_of(line: Line, prompt: str) -> int:
+def _end_of(line: ScriptLine, prompt: str) -> int:
     """Return where a line's text ends the last time in a prompt; -1 for a line that is not for the prompt. A line
     without a text is for all prompts that no other line is for."""
     if line.condition not in prompt:
@@ -78,12 +78,12 @@ def read_script(folder: Path) -> Script:
     return Script(tuple(_line(text, f"{path}:{number}") for number, text in enumerate(texts, 1) if text.strip()))
 
 
-def _line(text: str, place: str) -> Line:
+def _line(text: str, place: str) -> ScriptLine:
     try:
         fields = json.loads(text)
         calls = [call_text(call["name"], json.dumps(call["arguments"])) for call in fields.get("calls", ())]
         answer = "\n".join([*([fields["answer"]] if fields.get("answer") else []), *calls])
-        line = Line(fields["after"], answer, fields.get("if", ""))
+        line = ScriptLine(fields["after"], answer, fields.get("if", ""))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StartupError(f"{place} is no line of a script: {error!r}") from None
     if not all(isinstance(each, str) for each in (line.after, line.answer, line.condition)):

@@ -7,7 +7,7 @@ from raydix.engine.api.answers import AnswerContext, AnswerWriter
 from raydix.engine.api.anthropic.answers import MessageWriter
 from raydix.engine.api.assembler import Piece
 from raydix.engine.api.openai_responses.answers import ResponseWriter
-from raydix.engine.api.responses import Choice, Json, Usage
+from raydix.engine.api.responses import Choice, Json, TokenUsage
 from raydix.engine.api.slices import whole
 from raydix.engine.api.spec import Api
 from raydix.engine.api.wire import WireFormat
@@ -79,7 +79,7 @@ class AnswerRenderer:
         else:
             yield b"".join(events)
 
-    def _ending(self, write: Callable[[Choice, Usage], Iterator[bytes]]) -> Iterator[bytes]:
+    def _ending(self, write: Callable[[Choice, TokenUsage], Iterator[bytes]]) -> Iterator[bytes]:
         """What a method of the writer makes of the finished choice; nothing is done before the first slice is asked
         for."""
         yield from write(self._rendering.choice(self._job.spec, self._answer), self._job.usage())

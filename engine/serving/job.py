@@ -9,11 +9,11 @@ from raydix.engine.api.assembler import ChoiceAssembler, Piece
 from raydix.engine.api.context_edits import ContextEdits
 from raydix.engine.api.openai_responses.compaction import is_due
 from raydix.engine.api.openai_responses.stored import Claim, Run
-from raydix.engine.api.responses import ResponseHead, Usage, function_call, message_parts, total_usage
+from raydix.engine.api.responses import ResponseHead, TokenUsage, function_call, message_parts, total_usage
 from raydix.engine.api.resuming import EventIds
 from raydix.engine.api.spec import ChatMessage, GenerationSpec
 from raydix.engine.core.ingress.generation import Generation
-from raydix.engine.core.ingress.parsers.answer import AnswerMessage
+from raydix.engine.core.ingress.parsers.answer import AssembledMessage
 from raydix.engine.core.ingress.room import Permit
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import FinishReason, TokenEvent, TokenLogprobs
@@ -51,7 +51,7 @@ class Answer:
     """Chat that the choice answers, if there is one."""
     message_id: str | None = None
     """Reference under which the answer's token ids are kept."""
-    message: AnswerMessage | None = None
+    message: AssembledMessage | None = None
     """Parts of the text, if it is parsed."""
     permit: Permit | None = None
     """Held by the answer until it runs; None from then on."""
@@ -120,7 +120,7 @@ class Answer:
         """Mean log-probability of the generated tokens; 0 without any."""
         return sum(at.chosen for at in self.logprobs) / max(1, len(self.logprobs))
 
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Usage of this choice alone so far."""
         num_prompt = len(self.generation.prompt)
         cached = min(self.generation.cached_tokens or 0, num_prompt)
@@ -129,7 +129,7 @@ class Answer:
         accepted = self.generation.accepted
         num_accepted = bisect_left(accepted, len(self.token_ids))
         num_cut = 0 if self.finish is None else len(accepted) - num_accepted
-        return Usage(
+        return TokenUsage(
             num_prompt,
             len(self.token_ids),
             cached,
@@ -219,14 +219,14 @@ class Job:
         assert all(state is not None for state in states), "a generation with pooling ends with its pooled state"
         return [state for state in states if state is not None]
 
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Prompt tokens once per prompt, generated tokens of every sample."""
         n = self.spec.num_samples
         prompts = [self.answers[start : start + n] for start in range(0, len(self.answers), n)]
         return total_usage([_usage_of_samples(samples) for samples in prompts])
 
 
-def _usage_of_samples(samples: Sequence[Answer]) -> Usage:
+def _usage_of_samples(samples: Sequence[Answer]) -> TokenUsage:
     """Usage of all samples of one prompt, the prompt's as the first sample's."""
     usages = [answer.usage() for answer in samples]
     return replace(total_usage(usages), prompt_tokens=usages[0].prompt_tokens, cached_tokens=usages[0].cached_tokens)

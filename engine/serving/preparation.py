@@ -24,14 +24,14 @@ from raydix.engine.api.responses import ResponseHead, response_id, system_finger
 from raydix.engine.api.resuming import MAX_CHOICES, EventId, EventIds, Origin, seal_of
 from raydix.engine.api.spec import GenerationSpec, sampling_params
 from raydix.engine.core.answers.prompt_form import ChatEnd
-from raydix.engine.core.divergence import Part, PromptRecord
+from raydix.engine.core.divergence import PromptPart, PromptRecord
 from raydix.engine.core.errors import AnswerChangedError, RequestError
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.parsers import HERMES, LLAMA3, ToolFormat
-from raydix.engine.core.ingress.parsers.answer import AnswerMessage, AnswerParser
+from raydix.engine.core.ingress.parsers.answer import AnswerParser, AssembledMessage
 from raydix.engine.core.ingress.parsers.bare import BareCalls
 from raydix.engine.core.ingress.parsers.custom import CustomCalls
-from raydix.engine.core.ingress.parsers.reasoning import REASONING_TAGS, Thinking, begins_inside
+from raydix.engine.core.ingress.parsers.reasoning import REASONING_TAGS, ReasoningParser, begins_inside
 from raydix.engine.core.ingress.room import Permit, Room
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives, WhenLate
 from raydix.engine.core.tenants import Tenant, num_public_tokens, salt_of
@@ -352,7 +352,7 @@ class Preparation:
             _hand_out(permits, job.answers)
         return job
 
-    def _record(self, job: Job, parts: tuple[Part, ...], *, is_kept: bool) -> None:
+    def _record(self, job: Job, parts: tuple[PromptPart, ...], *, is_kept: bool) -> None:
         """Keep what later prompts are compared with, and compare this one if its request asks. `parts`: the prompt's,
         which were made where it was read."""
         spec, answer = job.spec, job.answers[0]
@@ -520,7 +520,7 @@ class Preparation:
         echo = self._echo(spec, index, generation.prompt) if spec.form.echo else ""
         call_ids = map(self._call_id, map(partial(origin.call_id, index), count()))
         custom = () if spec.tools is None else spec.tools.inputs
-        message = None if parser is None else AnswerMessage(partial(next, call_ids), echo, custom)
+        message = None if parser is None else AssembledMessage(partial(next, call_ids), echo, custom)
         return Answer(generation, assembler, index, echo, chat=chat, message=message)
 
     def _parser(self, spec: GenerationSpec, chat: Chat | None) -> AnswerParser | None:
@@ -536,7 +536,7 @@ class Preparation:
             if tools.inputs:
                 calls = CustomCalls(calls, tools.inputs)
         if chat is not None and self._facts.has_reasoning and spec.reasoning.is_separate:
-            reasoning = Thinking(is_inside=begins_inside(chat.prompt.text))
+            reasoning = ReasoningParser(is_inside=begins_inside(chat.prompt.text))
         if calls is None and reasoning is None:
             return None
         return AnswerParser(

@@ -10,7 +10,7 @@ import orjson
 
 from raydix.engine.api.responses import Json
 from raydix.engine.api.spec import ChatMessage, GenerationSpec
-from raydix.engine.core.divergence import Divergence, Part, PartKind, PromptRecord, divergence, num_common
+from raydix.engine.core.divergence import Divergence, PartKind, PromptPart, PromptRecord, divergence, num_common
 from raydix.engine.core.shares import Shares
 from raydix.engine.core.tenants import Tenant
 
@@ -178,18 +178,18 @@ class PromptRecords:
         assert self._num_bytes.total == sum(map(self._num_bytes.used, self._kept)) <= self._budget_bytes
 
 
-def parts_of(spec: GenerationSpec) -> tuple[Part, ...]:
+def parts_of(spec: GenerationSpec) -> tuple[PromptPart, ...]:
     """The parts of a chat's prompt."""
     tools = () if spec.tools is None else spec.tools.definitions
-    return (*(Part.of(PartKind.TOOL, _written(tool)) for tool in tools), *map(_part, spec.messages))
+    return (*(PromptPart.of(PartKind.TOOL, _written(tool)) for tool in tools), *map(_part, spec.messages))
 
 
-def _part(message: ChatMessage) -> Part:
+def _part(message: ChatMessage) -> PromptPart:
     kind = PartKind.SYSTEM if message["role"] == "system" else PartKind.MESSAGE
     content, reasoning = message.get("content"), message.get("reasoning_content")
     others = {name: value for name, value in message.items() if name not in ("content", "reasoning_content", "role")}
     text = content if isinstance(content, str) else _written(content)
-    return Part.of(kind, f"{message['role']}\0{text}\0{_written(others) if others else ''}", str(reasoning or ""))
+    return PromptPart.of(kind, f"{message['role']}\0{text}\0{_written(others) if others else ''}", str(reasoning or ""))
 
 
 def _written(value: object) -> str:

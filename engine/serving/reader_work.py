@@ -11,7 +11,7 @@ from raydix.engine.api.spec import ChatMessage, GenerationSpec
 from raydix.engine.api.validation import NO_RULES, BodyRules
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
 from raydix.engine.core.answers.transcripts import EncodedText
-from raydix.engine.core.divergence import Part
+from raydix.engine.core.divergence import PromptPart
 from raydix.engine.core.ingress.parsers import HERMES, ToolFormat
 from raydix.engine.core.types import Grammar
 from raydix.engine.serving.served_model import ServedModel
@@ -54,7 +54,7 @@ class Reading:
     """The request before it was read, where its conversation may be compacted."""
     edits: ContextEdits | None = None
     """What was left out of the client's chat, where the request asks for edits."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PromptPart, ...] = ()
     """Digests of a chat's parts: of a long one they take long, too."""
     prediction: Sequence[int] = ()
     """Tokens of the client's guess of a chat's answer, where workers draft from predictions."""

@@ -17,7 +17,7 @@ from raydix.engine.api.embeddings import EmbedResponse, embeddings_slices
 from raydix.engine.api.generate import GenerateChunk, GenerateResponse, call_parts, reasoning_of, text_of, whole_calls
 from raydix.engine.api.logprobs import (
     SMALL,
-    CompletionLogprobs,
+    CompletionLogprobsWriter,
     TokenBytes,
     TokenNames,
     chat_logprobs,
@@ -355,7 +355,7 @@ class Rendering:
                 names_ids=spec.form.tokens_as_ids,
                 names=names,
             )
-        return CompletionLogprobs(self.bytes_of, num_top, names_ids=spec.form.tokens_as_ids, names=names).add
+        return CompletionLogprobsWriter(self.bytes_of, num_top, names_ids=spec.form.tokens_as_ids, names=names).add
 
 
 def is_large(jobs: Sequence[Job]) -> bool:

@@ -17,7 +17,7 @@ from raydix.engine.core.answers.lead import Lead
 from raydix.engine.core.answers.reasoning_limit import ReasoningLimit
 from raydix.engine.core.errors import RequestError, StartupError
 from raydix.engine.core.ingress.detokenizer import ByteDetokenizer
-from raydix.engine.core.ingress.parsers.reasoning import Thinking
+from raydix.engine.core.ingress.parsers.reasoning import ReasoningParser
 from raydix.engine.core.types import Assignment, FinishReason, Grammar, GrammarKind
 from raydix.engine.model.build import make_grammars
 from raydix.engine.model.engine import Engine
@@ -267,7 +267,7 @@ def test_a_grammar_begins_behind_the_reasoning() -> None:
     num_finished = 0
     for name, events in together.items():
         text = text_of(tokens_of(events))
-        thinking = Thinking(is_inside=name.startswith("opened"))
+        thinking = ReasoningParser(is_inside=name.startswith("opened"))
         answer = thinking.push(text).text + thinking.finish().text
         assert finish_of(events) in (FinishReason.STOP, FinishReason.LENGTH), events[-1]
         if finish_of(events) is FinishReason.STOP:

@@ -11,7 +11,7 @@ from raydix.engine.core.settings import EngineSettings, SchedulerLimits
 from raydix.engine.core.types import Assignment, Grammar, GrammarKind, SamplingParams, Stage, TokenEvent
 from raydix.engine.model.build import build_engine
 from raydix.engine.model.engine import Engine
-from raydix.engine.model.scripted import SCRIPT, Line, Script, read_script
+from raydix.engine.model.scripted import SCRIPT, Script, ScriptLine, read_script
 from raydix.engine.model.sources import SCRIPTED
 from raydix.engine.model.tokenizer import Tokenizer
 from tests.model.random_logits import run
@@ -26,7 +26,14 @@ LINES: list[dict[str, object]] = [
 
 
 def test_the_last_text_of_the_prompt_chooses_the_answer() -> None:
-    script = Script((Line("", "What?"), Line("ping", "pong"), Line("ping ping", "2"), Line("look", "oui", "French")))
+    script = Script(
+        (
+            ScriptLine("", "What?"),
+            ScriptLine("ping", "pong"),
+            ScriptLine("ping ping", "2"),
+            ScriptLine("look", "oui", "French"),
+        )
+    )
     assert script.answer("ping, look") == "pong", "the other line wants French"
     assert script.answer("French: ping, look") == "oui"
     assert script.answer("look ping ping") == "2"

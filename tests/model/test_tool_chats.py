@@ -9,7 +9,7 @@ import pytest
 from raydix.engine.core.answers.prompt_form import ChatEnd
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.ingress.parsers import TOOL_FORMATS
-from raydix.engine.core.ingress.parsers.answer import AnswerMessage, AnswerParser
+from raydix.engine.core.ingress.parsers.answer import AnswerParser, AssembledMessage
 from raydix.engine.model.chats import encode_chat, next_turn, render_chat, renders_tools, tool_format
 from tests.model.test_chats import TOOLS, template, tokenizer
 from tests.model.tool_templates import LLAMA3, MISTRAL, NO_SYSTEM, PYTHONIC, QWEN
@@ -70,7 +70,7 @@ def test_a_rendered_call_is_parsed_again_and_the_next_turn_is_foreseen(source: s
         assert whole.startswith(before)
         written = whole[len(before) :].rstrip().removesuffix("<|im_end|>")
 
-        parser, message = AnswerParser(kind.parser(["clock"])), AnswerMessage(lambda: "aaaaaaaa1")
+        parser, message = AnswerParser(kind.parser(["clock"])), AssembledMessage(lambda: "aaaaaaaa1")
         for character in written:
             message.take(parser.push(character))
         message.take(parser.finish())

@@ -22,7 +22,7 @@ from raydix.engine.core.ingress.dispatch import Dispatch
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.manager.block_index import Segment
 from raydix.engine.core.manager.directory import Directory
-from raydix.engine.core.manager.instructions import Deliver, Export, HandoverLost, Instruction, Lost
+from raydix.engine.core.manager.instructions import DeliverSegment, Export, HandoverLost, Instruction, Lost
 from raydix.engine.core.manager.placement import CostModel
 from raydix.engine.core.memory.answer_store import AnswerStore
 from raydix.engine.core.settings import DraftLimits, SchedulerLimits
@@ -30,7 +30,8 @@ from raydix.engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
-    Attempt,
+    AttemptName,
+    AttemptOver,
     BlockHash,
     CacheHints,
     DraftSource,
@@ -420,7 +421,7 @@ class Cluster:
                 for assignment in assignments:
                     self._assign(self.followed[worker_id], assignment)
             case ingress.Abort(worker_id, request_id, attempt, has_ended):
-                self._call(worker_id, lambda w: self._abort(w, Attempt(request_id, attempt), has_ended=has_ended))
+                self._call(worker_id, lambda w: self._abort(w, AttemptName(request_id, attempt), has_ended=has_ended))
             case ingress.StopAwaiting(worker_id, request_id):
                 self._call(worker_id, lambda w: w.post(lambda: w.engine.scheduler.imports.stop_awaiting([request_id])))
             case ingress.Ping(worker_id, taken, sent, awaiting):
@@ -428,7 +429,7 @@ class Cluster:
                 self._call(worker_id, lambda w: self._compare(w, taken, sent))
             case ingress.AttemptLost():
                 self.num_lost_attempts += 1
-            case ingress.Deliver(request_id, _):
+            case ingress.DeliverTokens(request_id, _):
                 # The events of one step come in several instructions; the first may have found the last event.
                 if request_id in self.active and self.active[request_id].is_over:
                     self._end(request_id)
@@ -462,17 +463,17 @@ class Cluster:
         if worker.is_alive:
             worker.attempts.begin([assignment])
             worker.post(lambda: worker.engine.submit(assignment, now))
-            taken = [Attempt(assignment.request_id, assignment.attempt)]
+            taken = [AttemptName(assignment.request_id, assignment.attempt)]
             self._answer("taken", lambda: self.dispatch.submitted(worker.worker_id, taken))
         else:
             fail = lambda: self._obey(self.dispatch.not_submitted([assignment], self.now))  # noqa: E731
             self._answer("submit failed", fail)
 
-    def _abort(self, worker: SimWorker, attempt: Attempt, *, has_ended: bool = False) -> None:
+    def _abort(self, worker: SimWorker, attempt: AttemptName, *, has_ended: bool = False) -> None:
         if worker.attempts.forget(*attempt):
             worker.post(lambda: worker.engine.abort([attempt.request_id], self.now, has_ended=has_ended))
 
-    def _compare(self, worker: SimWorker, taken: Sequence[Attempt], sent: Sequence[Attempt]) -> None:
+    def _compare(self, worker: SimWorker, taken: Sequence[AttemptName], sent: Sequence[AttemptName]) -> None:
         """A ping comes to a worker."""
         if not worker.is_alive:
             return
@@ -480,7 +481,8 @@ class Cluster:
         for orphan in orphans:
             self._abort(worker, orphan)
         if unknown:
-            self._say(_tokens(worker), lambda: self._receive(worker, unknown))
+            over = [AttemptOver(*name) for name in unknown]
+            self._say(_tokens(worker), lambda: self._receive(worker, over))
         if worker.worker_id not in self.muted:
             self._answer("pong", lambda: self.dispatch.ping_answered(worker.worker_id, self.now))
 
@@ -536,7 +538,7 @@ class Cluster:
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Deliver(worker_id, segment):
+                case DeliverSegment(worker_id, segment):
                     self._answer("import", partial(self._import, self.workers[worker_id], segment))
                 case Export(worker_id, hashes):
                     worker = self.workers[worker_id]

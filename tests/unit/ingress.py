@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 
 from starlette.types import ASGIApp
 
-from raydix.actors.ingress.cache_control import CacheControl
+from raydix.actors.ingress.cache_control import CacheOperations
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.frontend import Frontend, FrontendParts
 from raydix.actors.ingress.manager_link import Call, ManagerAnswers, ManagerLink
 from raydix.actors.local import LocalRuntime
-from raydix.actors.metric_values import Family
+from raydix.actors.metric_values import MetricFamily
 from raydix.actors.rpc import ManagerClient
 from raydix.engine.api.context_edits import edited
 from raydix.engine.api.conversations import parse_conversations
@@ -303,7 +303,7 @@ def scored(token_id: int, named: Sequence[int] = ()) -> TokenLogprobs:
     return TokenLogprobs(-0.5, top, tuple(-0.5 - number for number in range(len(top))), 1)
 
 
-OWN_METRICS = (Family("raydix_requests", "counter", "Requests.", {(("tenant", "a"),): 3.0}),)
+OWN_METRICS = (MetricFamily("raydix_requests", "counter", "Requests.", {(("tenant", "a"),): 3.0}),)
 
 
 class FakeLink(ManagerLink):
@@ -361,7 +361,7 @@ class Memory(ManagerClient):
     async def reset_cache(self) -> dict[str, int]:
         return {"blocks": 3}
 
-    async def metrics(self) -> tuple[Family, ...]:
+    async def metrics(self) -> tuple[MetricFamily, ...]:
         return ()
 
 
@@ -456,7 +456,7 @@ class Replica:
         parts = FrontendParts(
             model=model,
             tenants=tenants or Tenants(),
-            cache=CacheControl(self.manager, tokenizer.decode, self.records),
+            cache=CacheOperations(self.manager, tokenizer.decode, self.records),
             tokenization=Tokenization(self.reader, self.room, description),
             room=self.room,
             reader=self.reader,

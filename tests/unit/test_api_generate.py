@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from raydix.engine.api.fields import SamplingFields
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
 from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
-from raydix.engine.api.responses import Usage
+from raydix.engine.api.responses import TokenUsage
 from raydix.engine.api.spec import DEFAULT_SAMPLING, FormSpec, GenerationSpec, ServiceSpec
 from raydix.engine.core.answers.prompt_form import ChatTemplate
 from raydix.engine.core.errors import RequestError
@@ -193,7 +193,7 @@ def test_responses_travel() -> None:
         token_ids=(1,),
         logprobs=(TokenLogprobs(-0.5, (1, 2), (-0.5, -1.0)),),
         finish_reason=FinishReason.STOP,
-        usage=Usage(3, 1, 2),
+        usage=TokenUsage(3, 1, 2),
     )
     assert pickle.loads(pickle.dumps(response)) == response
     assert GenerateResponse.model_validate_json(response.model_dump_json()) == response

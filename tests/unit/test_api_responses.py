@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from raydix.engine.api.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from raydix.engine.api.logprobs import CompletionLogprobsWriter, chat_logprobs, prompt_logprobs
 from raydix.engine.api.responses import (
     Choice,
     ResponseHead,
-    Usage,
+    TokenUsage,
     error_body,
     model_body,
     model_object,
@@ -33,7 +33,7 @@ from raydix.engine.core.types import FinishReason, TokenLogprobs
 
 CHAT = ResponseHead("chat", response_id(GenerationSpec(kind="chat"), "abc"), 1_700_000_000, "m")
 COMPLETION = ResponseHead("completion", response_id(GenerationSpec(kind="completion"), "abc"), 1_700_000_000, "m")
-USAGE = Usage(prompt_tokens=10, completion_tokens=4, cached_tokens=8)
+USAGE = TokenUsage(prompt_tokens=10, completion_tokens=4, cached_tokens=8)
 USAGE_OBJECT = {
     "prompt_tokens": 10,
     "completion_tokens": 4,
@@ -83,7 +83,7 @@ def test_chat() -> None:
 
 
 def test_completion() -> None:
-    logprobs = CompletionLogprobs(VOCABULARY.__getitem__).add(IDS, LOGPROBS)
+    logprobs = CompletionLogprobsWriter(VOCABULARY.__getitem__).add(IDS, LOGPROBS)
     choices = [
         Choice(0, "the日!", FinishReason.LENGTH, logprobs, token_ids=IDS, prompt_token_ids=(7, 8)),
         Choice(1, "x", FinishReason.STOP),
@@ -108,11 +108,11 @@ def test_an_error_is_no_way_to_finish() -> None:
 
 
 def test_total_usage() -> None:
-    assert total_usage([USAGE, Usage(1, 2)]) == Usage(11, 6, 8)
+    assert total_usage([USAGE, TokenUsage(1, 2)]) == TokenUsage(11, 6, 8)
 
 
 def test_usage_tells_of_drafts_where_there_were_any() -> None:
-    usage = total_usage([USAGE, Usage(1, 2, accepted_tokens=1), Usage(1, 2, rejected_tokens=7)])
+    usage = total_usage([USAGE, TokenUsage(1, 2, accepted_tokens=1), TokenUsage(1, 2, rejected_tokens=7)])
     details = {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 7}
     assert usage.object()["completion_tokens_details"] == {"reasoning_tokens": 0} | details
     assert replace(usage, reasoning_tokens=3).object()["completion_tokens_details"] == {"reasoning_tokens": 3} | details
@@ -134,14 +134,14 @@ def test_chat_logprobs() -> None:
 
 
 def test_completion_logprobs_in_one_piece_and_in_many() -> None:
-    whole = CompletionLogprobs(VOCABULARY.__getitem__).add(IDS, LOGPROBS)
+    whole = CompletionLogprobsWriter(VOCABULARY.__getitem__).add(IDS, LOGPROBS)
     assert whole["tokens"] == ["the", "bytes:\\xe6\\x97", "bytes:\\xa5", "!"]
     assert whole["token_logprobs"] == [0.0, -0.5, -1.0, -1.5]
     assert whole["text_offset"] == [0, 3, 3, 4]
     tops = whole["top_logprobs"]
     assert isinstance(tops, list)
     assert tops[1] == {"bytes:\\xe6\\x97": -0.5, " cat": -3.0}
-    writer = CompletionLogprobs(VOCABULARY.__getitem__)
+    writer = CompletionLogprobsWriter(VOCABULARY.__getitem__)
     pieces = [writer.add([token], [at]) for token, at in zip(IDS, LOGPROBS, strict=True)]
     for name, value in whole.items():
         joined: list[object] = []
@@ -155,12 +155,12 @@ def test_completion_logprobs_in_one_piece_and_in_many() -> None:
 def test_logprobs_of_zero_probability_are_numbers() -> None:
     at = TokenLogprobs(-math.inf, (0,), (-math.inf,))
     assert b"null" not in orjson.dumps(chat_logprobs([0], [at], VOCABULARY.__getitem__)["content"])
-    assert CompletionLogprobs(VOCABULARY.__getitem__).add([0], [at])["token_logprobs"] == [-9999.0]
+    assert CompletionLogprobsWriter(VOCABULARY.__getitem__).add([0], [at])["token_logprobs"] == [-9999.0]
 
 
 def test_names_shared_by_two_tokens_report_the_likelier() -> None:
     at = TokenLogprobs(-1.0, (0, 1), (-1.0, -2.0))
-    assert CompletionLogprobs(lambda _: b"x").add([0], [at])["top_logprobs"] == [{"x": -1.0}]
+    assert CompletionLogprobsWriter(lambda _: b"x").add([0], [at])["top_logprobs"] == [{"x": -1.0}]
 
 
 def test_chat_stream() -> None:
@@ -283,10 +283,10 @@ def test_a_sampled_token_that_is_none_of_the_likeliest_is_reported_with_them() -
     assert tops(TokenLogprobs(-5.0, (), ()), 0) == []
     assert tops(at, None) == ["the", " cat", "!"], "all that are known, and the token itself"
     for num_top, expected in ((1, {"!": -5.0, "the": -0.5}), (0, {"!": -5.0})):
-        found = CompletionLogprobs(VOCABULARY.__getitem__, num_top).add([4], [at])["top_logprobs"]
+        found = CompletionLogprobsWriter(VOCABULARY.__getitem__, num_top).add([4], [at])["top_logprobs"]
         assert json.dumps(found) == json.dumps([expected]), "the sampled token first, and then the likeliest"
     second = TokenLogprobs(-1.5, (0, 4), (-0.5, -1.5))
-    found = CompletionLogprobs(VOCABULARY.__getitem__, 2).add([4], [second])["top_logprobs"]
+    found = CompletionLogprobsWriter(VOCABULARY.__getitem__, 2).add([4], [second])["top_logprobs"]
     assert json.dumps(found) == json.dumps([{"!": -1.5, "the": -0.5}])
 
 
@@ -295,7 +295,7 @@ def test_tokens_are_named_by_their_ids_where_asked_for() -> None:
     assert [entry["token"] for entry in chat] == [f"token_id:{token}" for token in IDS]
     assert [top["token"] for top in chat[0]["top_logprobs"]] == ["token_id:0", "token_id:1"]
     assert chat[0]["bytes"] == [116, 104, 101]
-    named = CompletionLogprobs(VOCABULARY.__getitem__, names_ids=True).add(IDS, LOGPROBS)
+    named = CompletionLogprobsWriter(VOCABULARY.__getitem__, names_ids=True).add(IDS, LOGPROBS)
     assert named["tokens"] == [f"token_id:{token}" for token in IDS]
     assert named["text_offset"] == [0, 3, 3, 4], "of the text, not of the names"
     tops = named["top_logprobs"]
@@ -359,7 +359,7 @@ def test_prompt_logprobs() -> None:
 
 
 def test_an_echoed_prompt_begins_with_a_token_without_logprob() -> None:
-    echoed = CompletionLogprobs(VOCABULARY.__getitem__, num_top=1)
+    echoed = CompletionLogprobsWriter(VOCABULARY.__getitem__, num_top=1)
     scores = [None, TokenLogprobs(-0.5, (1, 0), (-0.5, -1.5), 1)]
     assert echoed.add((0, 1), scores) == {
         "tokens": ["the", " cat"],

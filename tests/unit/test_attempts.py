@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from raydix.engine.core.types import Assignment, Attempt
+from raydix.engine.core.types import Assignment, AttemptName
 from raydix.engine.core.worker.attempts import ORPHAN_S, Attempts
 from tests.unit.builders import make_assignment
 
@@ -16,7 +16,7 @@ def assigned(request_id: str, attempt: int = 0) -> Assignment:
 def test_an_attempt_that_both_sides_know_is_under_way() -> None:
     attempts = Attempts()
     attempts.begin([assigned("a"), assigned("b", attempt=2)])
-    named = [Attempt("a", 0), Attempt("b", 2)]
+    named = [AttemptName("a", 0), AttemptName("b", 2)]
     for now in (1.0, 100.0):
         assert attempts.compare(INGRESS, named, [], now) == ([], [])
 
@@ -25,8 +25,8 @@ def test_an_attempt_that_is_not_here_is_told() -> None:
     attempts = Attempts()
     attempts.begin([assigned("a", attempt=1), assigned("b")])
     attempts.end("b", 0)
-    named = [Attempt("a", 1), Attempt("b", 0), Attempt("c", 0)]
-    assert attempts.compare(INGRESS, named, [], 1.0) == ([Attempt("b", 0), Attempt("c", 0)], [])
+    named = [AttemptName("a", 1), AttemptName("b", 0), AttemptName("c", 0)]
+    assert attempts.compare(INGRESS, named, [], 1.0) == ([AttemptName("b", 0), AttemptName("c", 0)], [])
 
 
 def test_an_attempt_that_is_not_named_for_long_runs_for_nobody() -> None:
@@ -34,7 +34,7 @@ def test_an_attempt_that_is_not_named_for_long_runs_for_nobody() -> None:
     attempts.begin([assigned("a")])
     assert attempts.compare(INGRESS, [], [], 1.0) == ([], []), "the ping may have been sent before the attempt"
     assert attempts.compare(INGRESS, [], [], 1.0 + ORPHAN_S / 2) == ([], [])
-    assert attempts.compare(INGRESS, [], [], 1.0 + ORPHAN_S) == ([], [Attempt("a", 0)])
+    assert attempts.compare(INGRESS, [], [], 1.0 + ORPHAN_S) == ([], [AttemptName("a", 0)])
 
 
 def test_pings_that_were_held_up_and_come_together_end_nothing() -> None:
@@ -42,7 +42,7 @@ def test_pings_that_were_held_up_and_come_together_end_nothing() -> None:
     attempts.begin([assigned("a")])
     for late in (6.0, 6.0, 6.1):
         assert attempts.compare(INGRESS, [], [], late) == ([], [])
-    assert attempts.compare(INGRESS, [Attempt("a", 0)], [], 7.0) == ([], [])
+    assert attempts.compare(INGRESS, [AttemptName("a", 0)], [], 7.0) == ([], [])
     assert attempts.compare(INGRESS, [], [], 8.5) == ([], []), "counted anew"
 
 
@@ -50,9 +50,9 @@ def test_the_pings_of_one_replica_say_nothing_of_anothers_attempts() -> None:
     attempts = Attempts()
     attempts.begin([assigned("a"), replace(assigned("b"), reply_to="other")])
     assert attempts.compare("other", [], [], 1.0) == ([], [])
-    assert attempts.compare(INGRESS, [Attempt("a", 0)], [], 1.5) == ([], [])
-    assert attempts.compare("other", [], [], 1.0 + ORPHAN_S) == ([], [Attempt("b", 0)])
-    assert attempts.compare(INGRESS, [Attempt("a", 0)], [], 9.0) == ([], [])
+    assert attempts.compare(INGRESS, [AttemptName("a", 0)], [], 1.5) == ([], [])
+    assert attempts.compare("other", [], [], 1.0 + ORPHAN_S) == ([], [AttemptName("b", 0)])
+    assert attempts.compare(INGRESS, [AttemptName("a", 0)], [], 9.0) == ([], [])
 
 
 def test_what_is_computed_at_idle_priority_belongs_to_nobody() -> None:
@@ -65,7 +65,7 @@ def test_what_is_computed_at_idle_priority_belongs_to_nobody() -> None:
 def test_an_attempt_on_its_way_is_neither_told_nor_an_orphan() -> None:
     attempts = Attempts()
     attempts.begin([assigned("a")])
-    sent = [Attempt("a", 0), Attempt("b", 0)]
+    sent = [AttemptName("a", 0), AttemptName("b", 0)]
     for now in (1.0, 9.0):
         assert attempts.compare(INGRESS, [], sent, now) == ([], [])
 

@@ -6,7 +6,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from raydix.engine.core.batches.batch_run import BatchRun
 from raydix.engine.core.batches.lines import FIRST_PAUSE_S, MAX_ATTEMPTS, MAX_PAUSE_S, Allowance, LineQueue
-from raydix.engine.core.batches.records import Answered, Ended, Opened, Problem, Record, Status, Stopped, decode, encode
+from raydix.engine.core.batches.records import (
+    Answered,
+    Opened,
+    OutputEnded,
+    Problem,
+    Record,
+    Status,
+    Stopped,
+    decode,
+    encode,
+)
 
 RECORDS: list[Record] = [
     Opened(1.5, 3, "digest"),
@@ -14,7 +24,7 @@ RECORDS: list[Record] = [
     Answered(0, True, "ä".encode()),
     Stopped(2.0, Status.FAILED, (Problem("code", "message", 4, "url"), Problem("empty", "message"))),
     Stopped(2.0, Status.COMPLETED),
-    Ended(3.25),
+    OutputEnded(3.25),
 ]
 
 
@@ -48,7 +58,7 @@ def test_a_batch_that_is_answered() -> None:
     assert run.answered(1, b"z", 5.0, has_failed=False) == [Answered(1, False, b"z"), Stopped(5.0, Status.COMPLETED)]
     assert status_of(run) is Status.FINALIZING
     assert (run.is_answered(0), run.has_failed(0), run.has_failed(1)) == (True, True, False)
-    assert run.ended(6.0) == [Ended(6.0)] and run.ended(7.0) == []
+    assert run.ended(6.0) == [OutputEnded(6.0)] and run.ended(7.0) == []
     progress = run.progress
     assert (progress.status, progress.num_completed, progress.num_failed, progress.num_unanswered) == (
         Status.COMPLETED,
@@ -230,7 +240,14 @@ class BatchMachine(RuleBasedStateMachine):
         answered = [record.number for record in self.journal if isinstance(record, Answered)]
         assert len(answered) == len(set(answered)), "each line is answered once"
         kinds = [type(record) for record in self.journal if not isinstance(record, Answered)]
-        assert kinds in ([], [Opened], [Stopped], [Opened, Stopped], [Stopped, Ended], [Opened, Stopped, Ended])
+        assert kinds in (
+            [],
+            [Opened],
+            [Stopped],
+            [Opened, Stopped],
+            [Stopped, OutputEnded],
+            [Opened, Stopped, OutputEnded],
+        )
 
 
 TestBatchMachine = BatchMachine.TestCase

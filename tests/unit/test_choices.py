@@ -12,7 +12,7 @@ from raydix.engine.core.types import DraftSource, Grammar, GrammarKind, Salt
 from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.core.worker.drafts.form_guesser import MAX_COUNT, MAX_PLACES, Choices, FormGuesser
-from raydix.engine.core.worker.drafts.forms import Choice, Choose, FormToken
+from raydix.engine.core.worker.drafts.forms import Choose, FormToken, LikelyToken
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.model import grammars as grammars_module
@@ -45,7 +45,7 @@ def test_the_token_taken_most_often_is_the_likeliest() -> None:
     assert choices.likeliest(A, b"place") is None
     for token_id in (7, 5, 5, 7, 5):
         choices.took(A, b"place", token_id)
-    assert choices.likeliest(A, b"place") == Choice(5, 3 / 6)
+    assert choices.likeliest(A, b"place") == LikelyToken(5, 3 / 6)
     assert choices.likeliest(B, b"place") is None and choices.likeliest(A, b"other place") is None
     choices.clear()
     assert choices.likeliest(A, b"place") is None and choices.num_places == 0
@@ -103,10 +103,10 @@ def test_an_answer_teaches_up_to_its_first_difference(
 def choosing(grammars: Grammars, wanted: str) -> Choose:
     """Chooses one of some characters wherever one is allowed, with a chance of 0.9."""
 
-    def choose(place: bytes) -> Choice | None:
+    def choose(place: bytes) -> LikelyToken | None:
         [(_, matcher)] = grammars._matchers.values()
         words = np.frombuffer(matcher.state.compute_bitmask(), np.int32)
-        return next((Choice(token_id, 0.9) for token_id in ids(wanted) if token_id in allowed(words)), None)
+        return next((LikelyToken(token_id, 0.9) for token_id in ids(wanted) if token_id in allowed(words)), None)
 
     return choose
 
@@ -172,14 +172,14 @@ def test_nothing_is_chosen_where_many_are_allowed(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("unhurried")
 def test_a_walk_goes_on_up_to_the_end_of_the_answer() -> None:
     grammars, own = compiled(STATES), request("r", STATES, "on sale")
-    walk = grammars.walk(own, 8, 0.05, lambda place: Choice(EOS, 0.9))
+    walk = grammars.walk(own, 8, 0.05, lambda place: LikelyToken(EOS, 0.9))
     assert [each.token_id for each in walk] == [EOS]
     assert allowed(step_masks(grammars, [own]).bits[0]) == {*ids(" "), EOS, OTHER_EOS}
 
 
 @pytest.mark.usefixtures("unhurried")
 def test_a_walk_that_fails_costs_its_matcher_alone() -> None:
-    def fail(place: bytes) -> Choice | None:
+    def fail(place: bytes) -> LikelyToken | None:
         raise RuntimeError
 
     grammars, own = compiled(STATES), request("r", STATES)
@@ -201,9 +201,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_walk_chooses_no_more_when_it_has_taken_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now, grammars = clock(monkeypatch), compiled(ABC)
 
-    def slowly(place: bytes) -> Choice:
+    def slowly(place: bytes) -> LikelyToken:
         now[0] += 0.3e-3
-        return Choice(ids("c")[0], 0.9)
+        return LikelyToken(ids("c")[0], 0.9)
 
     walk = grammars.walk(request("r", ABC, "a"), 8, 0.05, slowly)
     assert [each.token_id for each in walk] == [*ids("cc"), None]
@@ -229,11 +229,11 @@ def test_choices_wait_until_their_time_is_paid_back(monkeypatch: pytest.MonkeyPa
 def test_nothing_more_is_chosen_in_a_hard_grammar(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     now, grammars, own = clock(monkeypatch), compiled(STATES, ABC), request("r", STATES)
 
-    def choose(place: bytes) -> Choice:
+    def choose(place: bytes) -> LikelyToken:
         if own.request_id in grammars._matchers and fault == "broken":
             grammars._matchers[own.request_id][1].state.consume_tokens(ids("!"))
         now[0] += 6e-3 if fault == "slow" else 0.0
-        return Choice(ids("o")[0], 0.9)
+        return LikelyToken(ids("o")[0], 0.9)
 
     assert bool(grammars.walk(own, 8, 0.05, choose)) == (fault == "slow")
     now[0] += 60.0
@@ -252,7 +252,7 @@ def test_walks_of_many_requests_share_their_time(monkeypatch: pytest.MonkeyPatch
         for number in range(30):
             begun_s = now[0]
 
-            def slowly(place: bytes) -> Choice | None:
+            def slowly(place: bytes) -> LikelyToken | None:
                 now[0] += 0.3e-3
                 return None
 

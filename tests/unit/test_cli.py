@@ -32,7 +32,7 @@ from raydix.cli import chat, local
 from raydix.cli.cluster import free_port, who_may_use
 from raydix.cli.main import main, parser
 from raydix.configs import load_config
-from raydix.engine.api.responses import ResponseHead, Usage
+from raydix.engine.api.responses import ResponseHead, TokenUsage
 from raydix.engine.api.stream import DONE, ChunkWriter, error_event, usage_event
 from raydix.engine.core.errors import ServiceError, StartupError
 from raydix.engine.core.types import FinishReason
@@ -92,7 +92,7 @@ class Server:
                 delta = json.dumps({"choices": [{"index": 0, "delta": {name: f"by {name} "}}]})
                 await response.write(f"data: {delta}\n\n".encode())
             if question == "think only":
-                await response.write(writer.finish(FinishReason.LENGTH) + usage_event(HEAD, Usage(7, 3, 4)) + DONE)
+                await response.write(writer.finish(FinishReason.LENGTH) + usage_event(HEAD, TokenUsage(7, 3, 4)) + DONE)
                 return response
         first, second = writer.text("Héllo "), writer.text("wörld")
         # A comment, a cut inside a character, and two events in one piece.
@@ -118,7 +118,7 @@ class Server:
                 request.transport.close()
             return response
         reason = FinishReason.LENGTH if question == "long" else FinishReason.STOP
-        await response.write(second + writer.finish(reason) + usage_event(HEAD, Usage(7, 3, 4)) + DONE)
+        await response.write(second + writer.finish(reason) + usage_event(HEAD, TokenUsage(7, 3, 4)) + DONE)
         return response
 
     async def broken_again_and_again(self, request: web.Request) -> web.StreamResponse:
@@ -131,7 +131,7 @@ class Server:
         writer = ChunkWriter(HEAD, include_usage=True)
         events = [writer.first(), writer.text("Héllo "), writer.text("wörld"), writer.finish(FinishReason.STOP)]
         events = [
-            b"id: e%d\n%s" % (n, event) for n, event in enumerate([*events, usage_event(HEAD, Usage(7, 3, 4))], 1)
+            b"id: e%d\n%s" % (n, event) for n, event in enumerate([*events, usage_event(HEAD, TokenUsage(7, 3, 4))], 1)
         ]
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)

@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.exposition import CONTENT_TYPE
 from raydix.actors.instruments import families_of
-from raydix.actors.metric_values import Family
+from raydix.actors.metric_values import MetricFamily
 from raydix.actors.metrics import HoldMetrics, IngressMetrics, ManagerMetrics, WorkerMetrics
 from raydix.actors.rpc import WorkerClient
 from raydix.actors.watchdog import Hold
@@ -25,17 +25,17 @@ from tests.unit.test_drafts import drafting_engine
 class FakeWorker(WorkerClient):
     """Answers `metrics` as the test says."""
 
-    def __init__(self, answer: Callable[[], Awaitable[tuple[Family, ...]]]) -> None:
+    def __init__(self, answer: Callable[[], Awaitable[tuple[MetricFamily, ...]]]) -> None:
         self._answer = answer
 
-    def metrics(self) -> Awaitable[tuple[Family, ...]]:
+    def metrics(self) -> Awaitable[tuple[MetricFamily, ...]]:
         return self._answer()
 
 
 class Cluster:
     """An ingress replica's view of workers, each with an answer of its own."""
 
-    def __init__(self, **workers: Callable[[], Awaitable[tuple[Family, ...]]]) -> None:
+    def __init__(self, **workers: Callable[[], Awaitable[tuple[MetricFamily, ...]]]) -> None:
         self.ingress = IngressMetrics(["a"], "r")
         self.manager = FakeLink()
         self.workers = workers
@@ -53,16 +53,16 @@ class Cluster:
         return FakeWorker(self.workers[worker_id])
 
 
-async def answers(worker_id: str) -> tuple[Family, ...]:
+async def answers(worker_id: str) -> tuple[MetricFamily, ...]:
     return families_of(WorkerMetrics(worker_id, Role.MIXED))
 
 
-async def never() -> tuple[Family, ...]:
+async def never() -> tuple[MetricFamily, ...]:
     await asyncio.Event().wait()
     raise AssertionError
 
 
-async def dies() -> tuple[Family, ...]:
+async def dies() -> tuple[MetricFamily, ...]:
     raise ActorDiedError
 
 
@@ -109,7 +109,7 @@ def test_draft_tokens_are_counted_by_source_and_place() -> None:
     counts[DraftSource.GRAMMAR].add(5, 5)
     metrics.flush(engine)
 
-    async def answer() -> tuple[Family, ...]:
+    async def answer() -> tuple[MetricFamily, ...]:
         return families_of(metrics)
 
     text = asyncio.run(Cluster(w=answer).metrics.text())
@@ -167,7 +167,7 @@ def test_a_client_that_leaves_takes_no_other_s_answer_along() -> None:
 
 def test_the_manager_s_metrics_are_there() -> None:
     class Manager(Memory):
-        async def metrics(self) -> tuple[Family, ...]:
+        async def metrics(self) -> tuple[MetricFamily, ...]:
             return families_of(ManagerMetrics())
 
     async def scrape() -> str:

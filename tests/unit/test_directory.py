@@ -11,11 +11,11 @@ from raydix.engine.core.errors import NoWorkerError
 from raydix.engine.core.manager.cache_report import cache_report
 from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.explain import BlockSource
-from raydix.engine.core.manager.instructions import Deliver, Export, HandoverLost, Instruction, Lost
+from raydix.engine.core.manager.instructions import DeliverSegment, Export, HandoverLost, Instruction, Lost
 from raydix.engine.core.types import (
     Admission,
     AdmitRequest,
-    Attempt,
+    AttemptName,
     BlockHash,
     CacheHints,
     DraftSource,
@@ -63,8 +63,8 @@ def fail_export(directory: Directory, worker_id: str, *hashes: BlockHash) -> lis
 
 
 def delivered(instructions: list[Instruction]) -> list[tuple[str, tuple[BlockHash, ...]]]:
-    assert all(isinstance(instruction, Deliver) for instruction in instructions)
-    return [(i.worker_id, i.segment.header.hashes) for i in instructions if isinstance(i, Deliver)]
+    assert all(isinstance(instruction, DeliverSegment) for instruction in instructions)
+    return [(i.worker_id, i.segment.header.hashes) for i in instructions if isinstance(i, DeliverSegment)]
 
 
 @pytest.fixture
@@ -269,9 +269,9 @@ def test_segments_of_a_silent_worker_are_out_of_reach(make_directory: MakeDirect
     directory.check_integrity()
 
 
-@pytest.mark.parametrize("known", [set(), {Attempt("r", 0)}], ids=["sent", "under way"])
+@pytest.mark.parametrize("known", [set(), {AttemptName("r", 0)}], ids=["sent", "under way"])
 def test_a_worker_that_registers_again_hands_over_what_is_under_way_there_only(
-    split: Directory, known: set[Attempt]
+    split: Directory, known: set[AttemptName]
 ) -> None:
     """What it had sent before was lost with its stream, if it has not come."""
     for request_id, handed_over in (("r", False), ("s", True)):
@@ -606,7 +606,7 @@ def test_a_segment_that_cannot_be_read_is_promised_to_nobody(make_directory: Mak
     join(directory, "p", Role.PREFILL)
     export(directory, "p", A)
     (instruction,) = admit(directory, "r", A)[1]
-    assert isinstance(instruction, Deliver)
+    assert isinstance(instruction, DeliverSegment)
     directory.stock.lost(instruction.segment.segment_id, 0.0)
     directory.stock.lost(instruction.segment.segment_id, 0.0)
     assert len(directory.stock.segments) == directory.stock.segments.store_bytes == len(directory.stock.blocks) == 0

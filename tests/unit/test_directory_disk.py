@@ -6,7 +6,15 @@ import pytest
 
 from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.explain import BlockSource
-from raydix.engine.core.manager.instructions import Deliver, EraseFile, Export, Instruction, Lost, ReadFile, WriteFile
+from raydix.engine.core.manager.instructions import (
+    DeliverSegment,
+    EraseFile,
+    Export,
+    Instruction,
+    Lost,
+    ReadFile,
+    WriteFile,
+)
 from raydix.engine.core.manager.stock import MIN_SAVED_BLOCKS
 from raydix.engine.core.types import AdmitRequest, BlockHash, EvictionReason, Handover, Role, SegmentHeader
 
@@ -71,7 +79,7 @@ def test_what_leaves_the_object_store_is_hit_on_disk(make: MakeDirectory) -> Non
     assert isinstance(read, ReadFile) and read.segment.header == file_of(A, B)
     assert source_of_first_block(directory, "r") is BlockSource.DISK
     delivered = directory.stock.read(read.segment.segment_id, "ref again", 0.0)
-    assert {i.worker_id for i in delivered if isinstance(i, Deliver)} == {"p", "d"}
+    assert {i.worker_id for i in delivered if isinstance(i, DeliverSegment)} == {"p", "d"}
     assert read.segment.ref == "ref again"
     ask(directory, "s", A, B)
     assert source_of_first_block(directory, "s") is BlockSource.STORE
@@ -143,7 +151,7 @@ def test_a_file_that_cannot_be_read_now_stays_for_the_next_one(make: MakeDirecto
     assert directory.stock.unread(read.segment, 0.0) == []
     assert ask(directory, "s", A, B) == [read]
     delivered = directory.stock.read(read.segment.segment_id, "ref", 0.0)
-    assert {type(i) for i in delivered} == {Deliver} and directory.stock.segments.disk_bytes == 20
+    assert {type(i) for i in delivered} == {DeliverSegment} and directory.stock.segments.disk_bytes == 20
 
 
 def test_of_those_who_wait_for_a_file_in_vain_one_computes(make_directory: MakeDirectory) -> None:
@@ -201,7 +209,7 @@ def test_what_cannot_be_fetched_stays_on_disk(make: MakeDirectory) -> None:
     directory = make()
     write(directory, A, B)
     deliver = ask(directory, "r", A, B)[0]
-    assert isinstance(deliver, Deliver)
+    assert isinstance(deliver, DeliverSegment)
     directory.stock.segments.undelivered(deliver.segment, 0.0)
     assert (directory.stock.segments.store_bytes, directory.stock.segments.disk_bytes) == (0, 20)
     [read] = ask(directory, "s", A, B)
@@ -272,7 +280,7 @@ def test_a_damaged_file_is_erased_and_its_blocks_are_lost(make: MakeDirectory) -
     assert lost == [Lost("p", (A, B))]
     assert directory.stock.segments.disk_bytes == len(directory.stock.segments) == 0
     assert directory.stock.read(read.segment.segment_id, "ref", 0.0) == []
-    assert [(i.worker_id, i.segment.header) for i in export(directory, A, B) if isinstance(i, Deliver)] == [
+    assert [(i.worker_id, i.segment.header) for i in export(directory, A, B) if isinstance(i, DeliverSegment)] == [
         ("d", file_of(A, B))
     ]
 

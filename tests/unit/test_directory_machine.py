@@ -16,7 +16,15 @@ from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import NoWorkerError
 from raydix.engine.core.manager.block_index import Segment
 from raydix.engine.core.manager.directory import Directory
-from raydix.engine.core.manager.instructions import Deliver, EraseFile, Export, Instruction, Lost, ReadFile, WriteFile
+from raydix.engine.core.manager.instructions import (
+    DeliverSegment,
+    EraseFile,
+    Export,
+    Instruction,
+    Lost,
+    ReadFile,
+    WriteFile,
+)
 from raydix.engine.core.manager.placement import CostModel
 from raydix.engine.core.objectives import Objectives
 from raydix.engine.core.tenants import Tenant
@@ -425,7 +433,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert self.workers[decode].role is not Role.PREFILL or roles == {Role.PREFILL}
         assert set(admission.prefill_awaited + admission.decode_awaited) <= set(request.hashes)
         assert prefill != decode or not admission.decode_awaited
-        leased = [instruction.segment for instruction in instructions if isinstance(instruction, Deliver)]
+        leased = [instruction.segment for instruction in instructions if isinstance(instruction, DeliverSegment)]
         self.admitted[request.request_id] = Admitted(request, admission, leased)
         self.workers[prefill].owed |= set(admission.prefill_awaited) - self.workers[prefill].pool
         self.workers[decode].owed |= set(admission.decode_awaited) - self.workers[decode].pool
@@ -452,7 +460,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         instructions = self.directory.segment_exported(worker_id, epoch, header, None, self.epoch_s)
         if handover is not None:
             decode = self.admitted[handover.request_id].admission.decode
-            assert decode not in self.workers or decode in {i.worker_id for i in instructions if isinstance(i, Deliver)}
+            assert decode not in self.workers or decode in {
+                i.worker_id for i in instructions if isinstance(i, DeliverSegment)
+            }
         self._carry_out(instructions)
 
     def _finish_writing(self, succeeds: bool) -> None:
@@ -485,7 +495,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert instruction.worker_id in self.workers, "an instruction for a dead worker"
             worker = self.workers[instruction.worker_id]
             match instruction:
-                case Deliver(segment=segment):
+                case DeliverSegment(segment=segment):
                     arrived = set(segment.header.full_hashes)
                     worker.owed -= arrived
                     worker.unreported |= arrived - worker.pool

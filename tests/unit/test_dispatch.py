@@ -16,7 +16,7 @@ from raydix.engine.core.ingress.instructions import (
     Admit,
     AskWorkers,
     AttemptLost,
-    Deliver,
+    DeliverTokens,
     FailedOver,
     Follow,
     Instruction,
@@ -34,7 +34,8 @@ from raydix.engine.core.objectives import LATE_PRIORITY, Late
 from raydix.engine.core.signs_of_life import COMPUTING_S
 from raydix.engine.core.types import (
     Admission,
-    Attempt,
+    AttemptName,
+    AttemptOver,
     CacheHints,
     Ended,
     FinishReason,
@@ -110,11 +111,11 @@ def submitted(dispatch: Dispatch, sampling: SamplingParams = EIGHT_TOKENS) -> Ge
 def test_a_request_from_its_admission_to_its_last_token() -> None:
     dispatch = make_dispatch(P, D)
     submitted(dispatch)
-    assert dispatch.tokens("p", [token(0)], 2.5) == [Deliver("r", [token(0)])]
+    assert dispatch.tokens("p", [token(0)], 2.5) == [DeliverTokens("r", [token(0)])]
     [settle] = dispatch.flush(has_manager=True)
     assert isinstance(settle, Settle)
     assert [(first.request_id, first.ttft_s) for first in settle.first_tokens] == [("r", 1.5)]
-    assert dispatch.tokens("d", [token(1, ends=True)], 3.0) == [Deliver("r", [token(1, ends=True)])]
+    assert dispatch.tokens("d", [token(1, ends=True)], 3.0) == [DeliverTokens("r", [token(1, ends=True)])]
     assert dispatch.end("r") == [Abort("p", "r", 0, has_ended=True)]
     [settle] = dispatch.flush(has_manager=True)
     assert isinstance(settle, Settle)
@@ -372,7 +373,7 @@ def test_a_request_under_which_ten_workers_died_fails() -> None:
         dispatch.found("d", attempt + 1, 3.0)
     assert generation.failure is None
     instructions = dispatch.worker_lost("d", MAX_ATTEMPTS, "died", 3.0, is_dead=True)
-    assert of_type(instructions, Deliver) == [Deliver("r", [])]
+    assert of_type(instructions, DeliverTokens) == [DeliverTokens("r", [])]
     assert isinstance(generation.failure, ServiceError)
 
 
@@ -433,7 +434,7 @@ def test_an_admission_of_a_request_that_left_is_released() -> None:
 def test_workers_are_told_for_which_requests_to_wait_on() -> None:
     dispatch = make_dispatch(P, D)
     submitted(dispatch)
-    here = [Attempt("r", 0)]
+    here = [AttemptName("r", 0)]
     pings = [Ping("p", [], here, []), Ping("d", [], here, ["r"])]
     assert dispatch.keep_alive(2.0, 0.0) == [*pings, AskWorkers(is_probe=True)]
     dispatch.submitted("d", here)
@@ -446,7 +447,7 @@ def test_workers_are_told_for_which_requests_to_wait_on() -> None:
 def test_a_submission_that_nobody_answers_counts_as_taken_after_a_while() -> None:
     dispatch = make_dispatch(P, D)
     submitted(dispatch)
-    dispatch.submitted("p", [Attempt("r", 7)])
+    dispatch.submitted("p", [AttemptName("r", 7)])
     for worker_id in ("p", "d"):
         dispatch.ping_answered(worker_id, 5.9)
     assert not any(ping.taken for ping in of_type(dispatch.keep_alive(5.9, 0.0), Ping))
@@ -457,31 +458,33 @@ def test_a_submission_that_nobody_answers_counts_as_taken_after_a_while() -> Non
 def test_an_attempt_that_is_over_before_its_last_token_came_goes_on_elsewhere(worker_id: str) -> None:
     dispatch = make_dispatch(P, D)
     submitted(dispatch)
-    assert dispatch.tokens(worker_id, [Attempt("r", 1), Attempt("other", 0)], 2.0) == []
-    instructions = dispatch.tokens(worker_id, [Attempt("r", 0)], 2.0)
+    assert dispatch.tokens(worker_id, [AttemptOver("r", 1), AttemptOver("other", 0)], 2.0) == []
+    instructions = dispatch.tokens(worker_id, [AttemptOver("r", 0)], 2.0)
     assert instructions[:3] == [AttemptLost(worker_id, "r", 0), Abort("d", "r", 0), Abort("p", "r", 0)]
     assert [admit.request.attempt for admit in of_type(instructions, Admit)] == [1]
-    assert dispatch.tokens(worker_id, [Attempt("r", 0)], 3.0) == [], "that is another attempt"
+    assert dispatch.tokens(worker_id, [AttemptOver("r", 0)], 3.0) == [], "that is another attempt"
 
 
 def test_a_prefill_worker_that_has_answered_is_not_asked_for_more() -> None:
     dispatch = make_dispatch(P, D)
     submitted(dispatch)
-    assert of_type(dispatch.tokens("p", [token(0), Attempt("r", 0)], 2.0), AttemptLost) == []
+    assert of_type(dispatch.tokens("p", [token(0), AttemptOver("r", 0)], 2.0), AttemptLost) == []
 
 
 def test_an_attempt_that_has_ended_is_not_lost() -> None:
     dispatch = make_dispatch(P, D)
     submitted(dispatch)
     dispatch.tokens("p", [token(0)], 2.0)
-    assert of_type(dispatch.tokens("d", [token(1, ends=True), Attempt("r", 0)], 2.0), AttemptLost) == []
+    assert of_type(dispatch.tokens("d", [token(1, ends=True), AttemptOver("r", 0)], 2.0), AttemptLost) == []
 
 
 def test_a_token_that_was_lost_on_the_way_is_computed_again() -> None:
     dispatch = make_dispatch(P, D)
     submitted(dispatch)
     assert dispatch.tokens("d", [token(1), token(2)], 2.0) == [], "the first token comes from the other worker"
-    assert of_type(dispatch.tokens("p", [token(0)], 2.1), Deliver) == [Deliver("r", [token(0), token(1), token(2)])]
+    assert of_type(dispatch.tokens("p", [token(0)], 2.1), DeliverTokens) == [
+        DeliverTokens("r", [token(0), token(1), token(2)])
+    ]
     instructions = dispatch.tokens("d", [token(4)], 2.2)
     assert of_type(instructions, AttemptLost) == [AttemptLost("d", "r", 0)]
     assert [over.num_tokens for over in of_type(instructions, FailedOver)] == [3]
@@ -507,7 +510,7 @@ def test_a_later_attempt_needs_its_prefill_worker_up_to_its_own_first_token() ->
     again = replace(admission_of(attempt=1), decode_epoch=2)
     assert dispatch.admitted("r", 1, again, 2.3) == [Follow("d", 2)]
     dispatch.found("d", 2, 2.3)
-    assert Ping("d", [], [Attempt("r", 1)], ["r"]) in dispatch.keep_alive(2.4, 0.0), "its prefill worker is alive"
+    assert Ping("d", [], [AttemptName("r", 1)], ["r"]) in dispatch.keep_alive(2.4, 0.0), "its prefill worker is alive"
     instructions = dispatch.worker_lost("p", 1, "died", 2.5, is_dead=True)
     assert [over.attempt for over in of_type(instructions, FailedOver)] == [2]
 
@@ -648,7 +651,7 @@ def test_a_link_that_is_gone_for_two_seconds_moves_no_request() -> None:
     dispatch.ping_answered("p", 5.0)
     instructions += dispatch.keep_alive(5.0, 0.0)
     assert [each for each in instructions if isinstance(each, WorkerSilent | FailedOver | Abort)] == []
-    assert [deliver.events for deliver in of_type(dispatch.tokens("d", [token(1)], 5.1), Deliver)] == [[token(1)]]
+    assert [deliver.events for deliver in of_type(dispatch.tokens("d", [token(1)], 5.1), DeliverTokens)] == [[token(1)]]
 
 
 def test_the_time_of_a_hand_over_is_told_with_the_end() -> None:
@@ -723,7 +726,7 @@ def test_requests_of_a_leaving_worker_move_to_others() -> None:
     dispatch.admitted("r", last, admission_of(last, decode="d2"), 4.0)
     dispatch.found("d2", 1, 4.0)
     instructions = dispatch.worker_lost("d2", 1, "died", 5.0, is_dead=True)
-    assert of_type(instructions, Admit) and not of_type(instructions, Deliver), "moves are no failures"
+    assert of_type(instructions, Admit) and not of_type(instructions, DeliverTokens), "moves are no failures"
     dispatch.check_integrity()
 
 
@@ -772,7 +775,7 @@ def test_the_next_turns_prompt_is_computed_at_idle_priority_where_the_last_one_e
 def test_a_stopped_request_is_delivered_nothing_more_and_has_ended() -> None:
     dispatch = make_dispatch(P, D)
     generation = submitted(dispatch)
-    assert dispatch.tokens("p", [token(0)], 2.0) == [Deliver("r", [token(0)])]
+    assert dispatch.tokens("p", [token(0)], 2.0) == [DeliverTokens("r", [token(0)])]
     dispatch.stopped("r")
     assert generation.is_stopped and dispatch.tokens("d", [token(1)], 3.0) == []
     assert dispatch.end("r") == [Abort("d", "r", 0, has_ended=True), Abort("p", "r", 0, has_ended=True)]

@@ -22,7 +22,7 @@ from raydix.engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
-    Attempt,
+    AttemptName,
     CacheHints,
     FinishReason,
     Membership,
@@ -58,8 +58,8 @@ class FakeWorker(WorkerClient):
     async def ping(
         self,
         ingress_id: str,
-        taken: Sequence[Attempt],
-        sent: Sequence[Attempt],
+        taken: Sequence[AttemptName],
+        sent: Sequence[AttemptName],
         awaiting: Sequence[str],
         process: ProcessName,
     ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from raydix.engine.api.anthropic.requests import parse_messages
-from raydix.engine.core.divergence import Part, PartKind, PromptRecord, Reason, divergence, num_common
+from raydix.engine.core.divergence import PartKind, PromptPart, PromptRecord, Reason, divergence, num_common
 from raydix.engine.core.tenants import EVERYONE, Tenant, Tenants, key_hash
 from raydix.engine.serving.prompt_records import PromptRecords
 from raydix.engine.serving.reader_work import Reading
@@ -427,7 +427,7 @@ def test_a_comparison_copies_little_more_than_what_is_common(common: int, most: 
 
 def test_the_records_keep_within_their_memory() -> None:
     records = PromptRecords(text_of, budget_bytes=10_000)
-    part = Part.of(PartKind.MESSAGE, "x")
+    part = PromptPart.of(PartKind.MESSAGE, "x")
     for number in range(50):
         records.add(f"m{number % 30}", "a", None, PromptRecord(array("I", range(number * 10)), (part,), b"", BLOCK))
         records.check_integrity()
@@ -449,7 +449,7 @@ def test_a_tenant_with_many_prompts_takes_no_memory_of_another() -> None:
 
 def test_the_digests_of_a_prompt_are_made_where_it_is_read(served: Served) -> None:
     """Those of a long chat would hold up the event loop, and long chats are read beside it."""
-    made, part = Replica(), Part.of(PartKind.MESSAGE, "as it was read")
+    made, part = Replica(), PromptPart.of(PartKind.MESSAGE, "as it was read")
     read = made.reader.read
 
     async def with_part(*arguments: Any, **fields: Any) -> Reading:

@@ -11,7 +11,7 @@ from raydix.engine.core.costs import CostFit, StepShape, WorkerCosts
 from raydix.engine.core.settings import DraftLimits, SchedulerLimits
 from raydix.engine.core.types import Assignment, DraftSource, FinishReason, SamplingParams, Stage
 from raydix.engine.core.worker.block_pool import BlockPool
-from raydix.engine.core.worker.drafts.budget import MAX_TOKENS, Candidate, DecodeStep, share
+from raydix.engine.core.worker.drafts.budget import MAX_TOKENS, DecodeStep, DraftCandidate, share
 from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.core.worker.drafts.guesser import INDEXED_PER_STEP
@@ -22,8 +22,8 @@ from raydix.engine.core.worker.drafts.suffix import (
     MAX_WEIGHT,
     MIN_MATCH,
     PRIORS,
+    SourceRecord,
     SuffixIndex,
-    Survival,
 )
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
@@ -75,7 +75,7 @@ def test_the_match_is_the_longest_there_is(token_ids: list[int]) -> None:
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.lists(st.integers(0, 2), max_size=20))
 def test_a_match_that_goes_on_is_no_shorter_than_one_that_is_looked_for(prompt: list[int], answer: list[int]) -> None:
-    index, survival = indexed(prompt), Survival()
+    index, survival = indexed(prompt), SourceRecord()
     for end in range(len(prompt) + 1, len(prompt) + len(answer) + 1):
         sequence = [*prompt, *answer][:end]
         index.follow(sequence, survival)
@@ -110,7 +110,7 @@ def test_of_equally_long_matches_the_latest_counts() -> None:
 
 
 def test_chances_are_learnt_by_the_length_of_the_match() -> None:
-    survival = Survival()
+    survival = SourceRecord()
     assert survival.chances(2, 2, 0.0) == [PRIORS[0], PRIORS[0] * PRIORS[1]]
     for _ in range(200):
         survival.observe(2, is_right=False)
@@ -122,7 +122,7 @@ def test_chances_are_learnt_by_the_length_of_the_match() -> None:
 
 
 def test_a_request_that_changes_its_ways_is_soon_known() -> None:
-    survival = Survival()
+    survival = SourceRecord()
     for _ in range(1000):
         survival.observe(5, is_right=True)
     for _ in range(round(MAX_WEIGHT)):
@@ -133,13 +133,13 @@ def test_a_request_that_changes_its_ways_is_soon_known() -> None:
 # The choice
 
 
-def candidates(*chances: Sequence[float], cost_s: float = 1e-4, weight: float = 1.0) -> list[Candidate]:
+def candidates(*chances: Sequence[float], cost_s: float = 1e-4, weight: float = 1.0) -> list[DraftCandidate]:
     tokens = [(0,) * len(each) for each in chances]
     drafts = [
         Draft(str(index), DraftSource.REQUEST, token_ids, tuple(each))
         for index, (token_ids, each) in enumerate(zip(tokens, chances, strict=True))
     ]
-    return [Candidate(draft, len(draft.token_ids), cost_s, weight) for draft in drafts]
+    return [DraftCandidate(draft, len(draft.token_ids), cost_s, weight) for draft in drafts]
 
 
 def test_the_likeliest_tokens_are_taken_as_far_as_the_budget_goes() -> None:

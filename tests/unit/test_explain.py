@@ -1,14 +1,16 @@
 """What is said of a decision afterwards; `test_directory` has how decisions are kept."""
 
 from raydix.engine.core.manager.explain import HITS, WHY, BlockSource, Decision, Decisions
-from raydix.engine.core.manager.placement import Prediction
+from raydix.engine.core.manager.placement import PredictedTimes
 from raydix.engine.core.types import DraftSource, DraftUse
 
 
 def test_regret_is_of_the_best_other_candidate() -> None:
     def regret_s(ttft_s: float | None, *considered: tuple[str, float]) -> float | None:
         """Where `a` was chosen; for several names, alike workers."""
-        predictions = tuple(Prediction(names.split(), 0, 0, 0.0, 0.0, predicted_s) for names, predicted_s in considered)
+        predictions = tuple(
+            PredictedTimes(names.split(), 0, 0, 0.0, 0.0, predicted_s) for names, predicted_s in considered
+        )
         return Decision(0, "", 10, 4, (), "a", "a", 0.25, predictions, ttft_s).regret_s
 
     assert regret_s(None, ("a", 0.25), ("b", 0.5)) is None

@@ -3,20 +3,20 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from raydix.actors.ingress.exposition import exposition
-from raydix.actors.metric_values import Distribution, Family, labels_of, merged
+from raydix.actors.metric_values import Distribution, MetricFamily, labels_of, merged
 
 NASTY = 'a "quoted" \\ back\nslash'
 
 
-def samples(*families: Family) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def samples(*families: MetricFamily) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     text = exposition(families)
     found = (sample for metric in text_string_to_metric_families(text) for sample in metric.samples)
     return {(sample.name, labels_of(sample.labels)): sample.value for sample in found}
 
 
 def test_values_and_labels_come_back() -> None:
-    counter = Family("c", "counter", NASTY, {labels_of({"b": NASTY, "a": "1"}): 3.0, (): 0})
-    gauge = Family("g", "gauge", "", {(): 0.25})
+    counter = MetricFamily("c", "counter", NASTY, {labels_of({"b": NASTY, "a": "1"}): 3.0, (): 0})
+    gauge = MetricFamily("g", "gauge", "", {(): 0.25})
     assert samples(counter, gauge) == {
         ("c_total", (("a", "1"), ("b", NASTY))): 3.0,
         ("c_total", ()): 0.0,
@@ -25,7 +25,7 @@ def test_values_and_labels_come_back() -> None:
 
 
 def test_a_histogram_counts_up_to_each_bound() -> None:
-    family = Family("h", "histogram", "", {(("w", "x"),): Distribution((1, 0, 2), 7.5)}, bounds=(0.5, 1.0))
+    family = MetricFamily("h", "histogram", "", {(("w", "x"),): Distribution((1, 0, 2), 7.5)}, bounds=(0.5, 1.0))
     own = ("w", "x")
     assert samples(family) == {
         ("h_bucket", (("le", "0.5"), own)): 1.0,
@@ -37,8 +37,8 @@ def test_a_histogram_counts_up_to_each_bound() -> None:
 
 
 def test_families_of_several_processes_become_one() -> None:
-    first = Family("c", "counter", "", {(("w", "1"),): 1.0})
-    second = Family("c", "counter", "", {(("w", "2"),): 2.0})
+    first = MetricFamily("c", "counter", "", {(("w", "1"),): 1.0})
+    second = MetricFamily("c", "counter", "", {(("w", "2"),): 2.0})
     [both] = merged([first, second])
     assert both.values == {(("w", "1"),): 1.0, (("w", "2"),): 2.0}
     assert exposition([both]).count("# TYPE") == 1

@@ -18,7 +18,7 @@ from raydix.engine.core.answers.lead import Lead
 from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.types import Assignment, FinishReason, Grammar, GrammarKind, SamplingParams, Stage, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
-from raydix.engine.core.worker.drafts.forms import Choice
+from raydix.engine.core.worker.drafts.forms import LikelyToken
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.step import RunnerOutput, SampledToken, SchedulerOutput
 from raydix.engine.model import grammar_source
@@ -513,7 +513,7 @@ def test_answers_do_not_fail_by_what_others_have_computed(monkeypatch: pytest.Mo
     for position in range(len(answers[0])):
         if is_walked:
             for own in running:
-                grammars.walk(own, 15, 1e-4, lambda place: Choice(ids("a")[0], 0.9))
+                grammars.walk(own, 15, 1e-4, lambda place: LikelyToken(ids("a")[0], 0.9))
         masks = masks_of(grammars, *running)
         assert not masks.dead_ends
         for own, answer, mask in zip(running, answers, masks.bits, strict=True):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raydix.engine.core.answers.lead import Before, Behind, Inside, Lead
-from raydix.engine.core.ingress.parsers.reasoning import Thinking
+from raydix.engine.core.ingress.parsers.reasoning import ReasoningParser
 from raydix.engine.model.lead_masks import LeadMasks
 from raydix.engine.model.masks import Mask
 
@@ -60,7 +60,7 @@ def test_the_rest_of_a_closing_token() -> None:
 def test_a_lead_ends_where_the_reasoning_of_the_text_does(fragments: list[str], is_inside: bool) -> None:
     lead, text = OPEN if is_inside else CLOSED, "".join(fragments)
     for end in range(len(text) + 1):
-        thinking = Thinking(is_inside=is_inside)
+        thinking = ReasoningParser(is_inside=is_inside)
         thinking.push(text[:end])
         place = place_of([each.encode() for each in text[:end]], lead)
         assert isinstance(place, Inside) == thinking.is_inside

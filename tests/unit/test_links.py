@@ -8,9 +8,9 @@ import pytest
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.fleet import PATIENCE, PATIENCE_S
-from raydix.engine.core.manager.instructions import Deliver
+from raydix.engine.core.manager.instructions import DeliverSegment
 from raydix.engine.core.manager.links import FADE_S, LinkCosts, Links
-from raydix.engine.core.manager.placement import Candidate, CostModel, Demand, Placement, WorkerLoad, place
+from raydix.engine.core.manager.placement import CostModel, Demand, Placement, WorkerLoad, WorkersAlike, place
 from raydix.engine.core.objectives import NO_OBJECTIVES
 from raydix.engine.core.types import Admission, AdmitRequest, BlockHash, Ended, Handover, Role, SegmentHeader
 
@@ -86,11 +86,11 @@ def test_few_links_are_remembered() -> None:
 # Placement
 
 
-def candidate(worker_id: str, role: Role, node: str, num_decoding: int = 0, num_local: int = 0) -> Candidate:
-    return Candidate([worker_id], WorkerLoad(role, COSTS, 256, num_decoding=num_decoding, node=node), num_local)
+def candidate(worker_id: str, role: Role, node: str, num_decoding: int = 0, num_local: int = 0) -> WorkersAlike:
+    return WorkersAlike([worker_id], WorkerLoad(role, COSTS, 256, num_decoding=num_decoding, node=node), num_local)
 
 
-def choose(links: Links, *others: Candidate, num_tokens: int = 640, **demand: object) -> Placement:
+def choose(links: Links, *others: WorkersAlike, num_tokens: int = 640, **demand: object) -> Placement:
     """The placement of a prompt, on a prefill worker on `a`, a decode worker on `b`, and others."""
     model = CostModel(16, BLOCK_BYTES, links=links)
     workers = [candidate("p", Role.PREFILL, "a"), candidate("d", Role.DECODE, "b"), *others]
@@ -305,7 +305,7 @@ def test_a_fetch_from_another_node_is_awaited_as_long_as_its_link_may_take(clust
     admission = cluster.ask()
     header = SegmentHeader("model", (b"block",), 10_000_000, 0)
     *_, delivered = cluster.directory.segment_exported("p", 1, replace(header, handover=bare(admission)), "ref", 0.0)
-    assert isinstance(delivered, Deliver)
+    assert isinstance(delivered, DeliverSegment)
 
     def patience_s(worker_id: str) -> float | None:
         return cluster.directory.fleet.patience_s(worker_id, delivered.segment.node, header.num_bytes, cluster.now)

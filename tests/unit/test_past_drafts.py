@@ -12,7 +12,7 @@ from raydix.engine.core.settings import DraftLimits
 from raydix.engine.core.types import Assignment, DraftSource, Salt, Stage
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.core.worker.drafts.past import VOLUME_TOKENS, VOLUMES, Past
-from raydix.engine.core.worker.drafts.suffix import MAX_MATCH, PRIORS, Survival
+from raydix.engine.core.worker.drafts.suffix import MAX_MATCH, PRIORS, SourceRecord
 from raydix.engine.core.worker.drafts.suffixes import Suffixes
 from raydix.engine.core.worker.drafts.texts import END, MAX_COMPARED, RunningText, TextMatch
 from raydix.engine.core.worker.scheduler import Scheduler
@@ -35,7 +35,7 @@ def past_of(*answers: Sequence[int], max_tokens: int = 10_000, salt: bytes = b""
 
 def matched(past: Past, token_ids: Sequence[int], salt: bytes = b"") -> TextMatch:
     match = TextMatch()
-    match.follow(past.volumes(salt), token_ids, Survival())
+    match.follow(past.volumes(salt), token_ids, SourceRecord())
     return match
 
 
@@ -65,7 +65,7 @@ def test_nothing_is_found_under_another_salt() -> None:
 
 
 def test_each_guess_is_compared_and_a_new_match_is_looked_for() -> None:
-    past, survival, match = past_of(ANSWER), Survival(), TextMatch()
+    past, survival, match = past_of(ANSWER), SourceRecord(), TextMatch()
     token_ids = list(QUESTION)
     match.follow(past.volumes(b""), token_ids, survival)
     token_ids += ANSWER[:3]
@@ -86,7 +86,7 @@ def test_each_guess_is_compared_and_a_new_match_is_looked_for() -> None:
 
 
 def test_the_end_of_an_answer_is_no_wrong_guess() -> None:
-    past, survival, match = past_of([1, 2, 3]), Survival(), TextMatch()
+    past, survival, match = past_of([1, 2, 3]), SourceRecord(), TextMatch()
     for token_ids in ([9, 1, 2], [9, 1, 2, 3], [9, 1, 2, 3, 4]):
         match.follow(past.volumes(b""), token_ids, survival)
     assert match.length == 0 and survival.chance(2) > PRIORS[0] and survival.chance(3) == PRIORS[1]
@@ -131,7 +131,7 @@ def test_what_is_empty_or_far_too_long_is_not_kept() -> None:
 
 
 def test_what_was_forgotten_is_drafted_no_more() -> None:
-    past, survival, match = past_of(ANSWER), Survival(), TextMatch()
+    past, survival, match = past_of(ANSWER), SourceRecord(), TextMatch()
     match.follow(past.volumes(b""), QUESTION, survival)
     assert match.guess(1) == ANSWER[:1]
     past.clear()
@@ -147,7 +147,7 @@ def test_what_was_forgotten_is_drafted_no_more() -> None:
 
 def test_a_text_that_grows_is_followed_as_far_as_it_is_written() -> None:
     other, own, mine = list(QUESTION), list(QUESTION), Suffixes(len(QUESTION))
-    theirs, survival, match = Suffixes(len(QUESTION)), Survival(), TextMatch()
+    theirs, survival, match = Suffixes(len(QUESTION)), SourceRecord(), TextMatch()
     theirs.index.extend(other, len(other))
     text = theirs.text(other)
     assert isinstance(text, RunningText) and mine.text(own).places is not text.places
@@ -180,13 +180,13 @@ def test_the_first_token_finds_the_prediction() -> None:
     volume = suffixes.volumes[DraftSource.PREDICTION]
     assert volume.token_ids == [*QUESTION[-MAX_MATCH:], *ANSWER, END]
     assert suffixes.num_tokens == len(volume.token_ids) + len(QUESTION)
-    match.follow([volume], QUESTION, Survival())
+    match.follow([volume], QUESTION, SourceRecord())
     assert match.length == MAX_MATCH and match.guess(99) == ANSWER, "and no guess goes beyond it"
 
 
 def test_an_answer_that_leaves_the_prediction_finds_it_again() -> None:
     (suffixes, match), token_ids = predicting(ANSWER), list(QUESTION)
-    volumes, survival = [suffixes.volumes[DraftSource.PREDICTION]], Survival()
+    volumes, survival = [suffixes.volumes[DraftSource.PREDICTION]], SourceRecord()
     match.follow(volumes, token_ids, survival)
     for token_id in (*ANSWER[:5], 9, 9, *ANSWER[20:22]):
         token_ids.append(token_id)
@@ -195,7 +195,7 @@ def test_an_answer_that_leaves_the_prediction_finds_it_again() -> None:
 
 
 def test_behind_the_whole_prediction_nothing_is_counted_as_wrong() -> None:
-    (suffixes, match), survival = predicting(ANSWER), Survival()
+    (suffixes, match), survival = predicting(ANSWER), SourceRecord()
     volumes = [suffixes.volumes[DraftSource.PREDICTION]]
     match.follow(volumes, QUESTION, survival)
     match.follow(volumes, [*QUESTION, *ANSWER, 3], survival)

@@ -20,14 +20,14 @@ from raydix.engine.core.manager.placement import (
     NO_WORKERS,
     TIE,
     TIE_S,
-    Candidate,
     CostModel,
     Demand,
     Placement,
-    Prediction,
+    PredictedTimes,
     Sessions,
     SessionWorkers,
     WorkerLoad,
+    WorkersAlike,
     place,
     predict,
 )
@@ -49,15 +49,15 @@ def worker(
     waiting: int = 0,
     empty: int | None = None,
     spread: float = 0.01,
-) -> Candidate:
+) -> WorkersAlike:
     """One that computes `rate` tokens a second, steps and imports costing nothing beyond tokens and bytes."""
     costs = WorkerCosts(0.0, 1 / rate, 1 / rate, 0.0, 0.0, 1e-9, spread=spread)
     load = WorkerLoad(role, costs, 1 << 20, queued / rate, requests, free, waiting, empty)
-    return Candidate([worker_id], load, local)
+    return WorkersAlike([worker_id], load, local)
 
 
 def choose(
-    candidates: list[Candidate],
+    candidates: list[WorkersAlike],
     num_tokens: int = 1000,
     reachable: int = 0,
     session: str = "s",
@@ -355,8 +355,8 @@ def decode_cost_s(load: WorkerLoad, num_local: int, demand: Demand, node: str) -
 
 
 def handed_over(
-    prediction: Prediction, load: WorkerLoad, decoders: list[tuple[WorkerLoad, int]], demand: Demand
-) -> tuple[Prediction, bool]:
+    prediction: PredictedTimes, load: WorkerLoad, decoders: list[tuple[WorkerLoad, int]], demand: Demand
+) -> tuple[PredictedTimes, bool]:
     """The prediction with the hand-over to the best decoder, and whether each best one would compute it sooner."""
     costs_s = [decode_cost_s(*decoder, demand, load.node) for decoder in decoders]
     best = [decoder for decoder, cost_s in zip(decoders, costs_s, strict=True) if cost_s == min(costs_s)]
@@ -370,7 +370,7 @@ def handed_over(
             fetch_s(decoder, start, demand, load.node) for start in (num_local, computed, last)
         )
         transfers_s.append(max(last_s, computed_s - prediction.compute_s, all_s - prediction.ttft_s))
-        alone = predict(Candidate(["d"], decoder, num_local), demand, LINKED)
+        alone = predict(WorkersAlike(["d"], decoder, num_local), demand, LINKED)
         is_dear &= all_s > alone.import_s + alone.compute_s
     return prediction._replace(transfer_s=min(transfers_s)), is_dear
 
@@ -383,7 +383,7 @@ def full_scan(demand: Demand, workers: dict[str, tuple[WorkerLoad, int]]) -> tup
     spared: dict[str, tuple[WorkerCosts, float]] = {}
     dear: dict[str, bool] = {}
     for worker_id, (load, num_local) in workers.items():
-        prediction = predict(Candidate([worker_id], load, num_local), demand, LINKED)
+        prediction = predict(WorkersAlike([worker_id], load, num_local), demand, LINKED)
         uncached = demand.num_tokens - (num_local + prediction.num_imported_blocks) * LINKED.block_size
         only_decodes = load.role is Role.DECODE and len(by_role[Role.DECODE]) < len(workers)
         if load.role is Role.PREFILL and decoders and demand.sources is not None:

@@ -18,7 +18,7 @@ from raydix.engine.api.spec import ReasoningUse
 from raydix.engine.core.answers.lead import Lead
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.ingress.cluster_view import ModelFacts
-from raydix.engine.core.ingress.parsers.reasoning import Thinking, begins_inside, ends_reasoning
+from raydix.engine.core.ingress.parsers.reasoning import ReasoningParser, begins_inside, ends_reasoning
 from raydix.engine.core.types import AdmitRequest, FinishReason, Grammar, GrammarKind
 from raydix.engine.serving.reader_work import ReadingFacts
 from raydix.engine.serving.reading import Reader
@@ -31,7 +31,7 @@ CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 
 
 def parts_of(pieces: Iterable[str], is_inside: bool = False) -> tuple[str, str]:
-    thinking = Thinking(is_inside=is_inside)
+    thinking = ReasoningParser(is_inside=is_inside)
     parts = [thinking.push(piece) for piece in pieces]
     parts.append(thinking.finish())
     return "".join(part.reasoning for part in parts), "".join(part.text for part in parts)

@@ -15,7 +15,7 @@ from raydix.engine.api.requests import parse_chat, parse_completion
 from raydix.engine.core.answers.lead import Lead
 from raydix.engine.core.answers.reasoning_limit import MAX_BEFORE, ReasoningLimit, tag_pieces
 from raydix.engine.core.errors import RequestError
-from raydix.engine.core.ingress.parsers.reasoning import Thinking
+from raydix.engine.core.ingress.parsers.reasoning import ReasoningParser
 from raydix.engine.core.types import Assignment, SamplingParams, Stage
 from raydix.engine.core.worker.request import Request
 from raydix.engine.model.masks import forced_end, mask_of, own_mask, restrict
@@ -112,7 +112,7 @@ def test_the_end_is_forced_where_readers_see_open_reasoning(words: list[str], mo
     ]
     inside = []
     for count in range(len(words) + 1):
-        reader = Thinking(is_inside=is_open)
+        reader = ReasoningParser(is_inside=is_open)
         reader.push("".join(words[:count]))
         inside.append(reader.is_inside)
     assert forced == [count for count, is_inside in enumerate(inside) if is_inside and count >= most][:1]

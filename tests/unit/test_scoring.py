@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from raydix.engine.api.responses import ResponseHead, Usage
+from raydix.engine.api.responses import ResponseHead, TokenUsage
 from raydix.engine.api.scoring import parse_generative_scoring, parse_score, scores, scores_body
 from raydix.engine.api.spec import LabelScoring
 from raydix.engine.core.errors import RequestError
@@ -96,10 +96,10 @@ def test_what_is_refused_is_named(fields: dict[str, Any], param: str) -> None:
 
 def test_the_forms_of_the_responses() -> None:
     found = [[0.25, 0.75], [0.5, 0.5]]
-    generative = orjson.loads(scores_body(HEAD, "generative_scoring", found, Usage(9, 2, 4)))
+    generative = orjson.loads(scores_body(HEAD, "generative_scoring", found, TokenUsage(9, 2, 4)))
     assert [each["score"] for each in generative["data"]] == [0.25, 0.5]
     assert (generative["object"], generative["usage"]["completion_tokens"]) == ("list", 2)
-    plain = orjson.loads(scores_body(HEAD, "score", found, Usage(9, 2, 4)))
+    plain = orjson.loads(scores_body(HEAD, "score", found, TokenUsage(9, 2, 4)))
     assert plain["scores"] == found
     assert (plain["object"], plain["usage"]["completion_tokens"], plain["usage"]["total_tokens"]) == ("scoring", 0, 9)
 

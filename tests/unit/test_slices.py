@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from raydix.actors.ingress import frontend
-from raydix.engine.api.logprobs import SMALL, CompletionLogprobs, TokenNames, chat_logprobs, prompt_logprobs
+from raydix.engine.api.logprobs import SMALL, CompletionLogprobsWriter, TokenNames, chat_logprobs, prompt_logprobs
 from raydix.engine.api.slices import SLICE_IDS, Sliced, array_of, document, ids_of, whole
 from raydix.engine.core.ingress.answer_room import AnswerRoom, Claim
 from raydix.engine.core.types import TokenLogprobs
@@ -62,7 +62,7 @@ def test_long_lists_have_the_text_of_short_ones(names_ids: bool, count: int, num
         return chat_logprobs(token_ids, positions, WORDS.__getitem__, num_top=num_top, names_ids=names_ids, names=names)
 
     def completion(names: TokenNames | None) -> Any:
-        return CompletionLogprobs(WORDS.__getitem__, num_top, names_ids=names_ids, names=names).add(
+        return CompletionLogprobsWriter(WORDS.__getitem__, num_top, names_ids=names_ids, names=names).add(
             token_ids, positions
         )
 

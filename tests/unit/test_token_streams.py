@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 from raydix.actors.worker.token_streams import TokenStreams
-from raydix.engine.core.types import Attempt, TokenEvent
+from raydix.engine.core.types import AttemptOver, TokenEvent
 from tests.unit.builders import make_assignment
 
 INGRESS = "ingress"
@@ -82,7 +82,7 @@ def test_an_attempt_is_called_over_behind_its_last_event() -> None:
         streams.begin([make_assignment("a")])
         streams.put([event(0)])
         streams.attempts.end("a", 0)
-        over = Attempt("a", 0)
+        over = AttemptOver("a", 0)
         assert streams.compare(INGRESS, [over], [], 1.0) == []
         assert await anext(streams.read(INGRESS)) == [event(0), over]
 

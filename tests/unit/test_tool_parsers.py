@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from raydix.engine.core.ingress.parsers import HERMES, LLAMA3, MISTRAL, PYTHONIC, TOOL_FORMATS, ToolFormat
-from raydix.engine.core.ingress.parsers.events import AnswerEvent, ArgumentsPart, CallBegins, CallEnds, TextPart
+from raydix.engine.core.ingress.parsers.events import AnswerEvent, AnswerText, ArgumentsPart, CallBegins, CallEnds
 from raydix.engine.core.ingress.parsers.json_call import MAX_NAME, is_json
 from raydix.engine.core.ingress.parsers.python_literal import json_of
 
@@ -29,7 +29,7 @@ def summary(events: Sequence[AnswerEvent]) -> Summary:
     found: Summary = []
     for event in events:
         match event:
-            case TextPart(text):
+            case AnswerText(text):
                 if found and isinstance(found[-1], str):
                     found[-1] += text
                 else:

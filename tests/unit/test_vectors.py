@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 
 from raydix.engine.api.embeddings import embeddings_slices
-from raydix.engine.api.responses import ResponseHead, Usage
+from raydix.engine.api.responses import ResponseHead, TokenUsage
 from raydix.engine.api.spec import EmbeddingUse
 from raydix.engine.serving.rendering import embedding_of, written_vector
 
@@ -21,7 +21,7 @@ HEAD = ResponseHead("completion", "embd-r", 7, "m")
 def slices(states: Sequence[bytes], encoding: Literal["float", "base64"]) -> Iterator[bytes]:
     use = EmbeddingUse(encoding)
     vectors = (written_vector(embedding_of(state, use), use) for state in states)
-    return embeddings_slices(HEAD, lambda: vectors, Usage(9, 0, 4))
+    return embeddings_slices(HEAD, lambda: vectors, TokenUsage(9, 0, 4))
 
 
 def response(states: Sequence[bytes], encoding: Literal["float", "base64"]) -> bytes:

@@ -14,15 +14,15 @@ from raydix.engine.api.anthropic.context_management import edits_json, original_
 from raydix.engine.api.anthropic.errors import ANTHROPIC, PING
 from raydix.engine.api.assembler import Piece
 from raydix.engine.api.context_edits import ContextEdits
-from raydix.engine.api.responses import Choice, Json, Usage
-from raydix.engine.core.ingress.parsers.answer import AnswerMessage, Call
+from raydix.engine.api.responses import Choice, Json, TokenUsage
+from raydix.engine.core.ingress.parsers.answer import AssembledMessage, Call
 from raydix.engine.core.ingress.parsers.events import (
     AnswerEvent,
+    AnswerText,
     ArgumentsPart,
     CallBegins,
     CallEnds,
     ReasoningPart,
-    TextPart,
 )
 from raydix.engine.core.types import FinishReason
 
@@ -57,14 +57,14 @@ class MessageWriter:
         self._open: str | None = None
         """Type of the open block."""
 
-    def body(self, choice: Choice, usage: Usage) -> Iterator[bytes]:
+    def body(self, choice: Choice, usage: TokenUsage) -> Iterator[bytes]:
         parts = [choice.text] if choice.message is None else choice.message.parts
         content = [block for part in parts if (block := _block(part)) is not None]
         if choice.message is not None and choice.message.reasoning:
             content.insert(0, _thinking(choice.message.reasoning))
         yield orjson.dumps(self._message(content, self._stop(choice, usage), usage) | self._managed())
 
-    def first(self, usage: Usage) -> bytes:
+    def first(self, usage: TokenUsage) -> bytes:
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage.of_prompt)
         return _event({"type": "message_start", "message": message}) + PING
 
@@ -73,7 +73,7 @@ class MessageWriter:
             return b"".join(self._part(event, self._context.message) for event in piece.events)
         return self._text(piece.text) if piece.text else b""
 
-    def end(self, choice: Choice, usage: Usage) -> Iterator[bytes]:
+    def end(self, choice: Choice, usage: TokenUsage) -> Iterator[bytes]:
         yield self._closed()
         stop, used = self._stop(choice, usage), self._usage(usage)
         delta = _event({"type": "message_delta", "delta": stop, "usage": used, **self._managed()})
@@ -84,10 +84,10 @@ class MessageWriter:
         edits = self._context.edits
         return {} if edits is None else {"context_management": edits_json(edits)}
 
-    def _part(self, event: AnswerEvent, message: AnswerMessage) -> bytes:
+    def _part(self, event: AnswerEvent, message: AssembledMessage) -> bytes:
         """Events of a part of a parsed answer; `message` has all parts."""
         match event:
-            case TextPart(text):
+            case AnswerText(text):
                 return self._text(text)
             case ReasoningPart(text):
                 opening = b"" if self._open == "thinking" else self._closed() + self._opened(_thinking(""))
@@ -122,7 +122,7 @@ class MessageWriter:
         self._index += 1
         return _event({"type": "content_block_stop", "index": self._index - 1})
 
-    def _stop(self, choice: Choice, usage: Usage) -> Json:
+    def _stop(self, choice: Choice, usage: TokenUsage) -> Json:
         """The reason of the message's end. A stop token that was asked for by its id ends the turn."""
         if isinstance(choice.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
@@ -131,7 +131,7 @@ class MessageWriter:
         reason = "model_context_window_exceeded" if is_full else _STOP_REASONS[choice.finish_reason]
         return {"stop_reason": reason, "stop_sequence": None}
 
-    def _message(self, content: list[Json], stop: Json, usage: Usage) -> Json:
+    def _message(self, content: list[Json], stop: Json, usage: TokenUsage) -> Json:
         head = self._context.head
         return {
             "id": head.id,
@@ -144,7 +144,7 @@ class MessageWriter:
             **self._diagnosed(usage),
         }
 
-    def _diagnosed(self, usage: Usage) -> Json:
+    def _diagnosed(self, usage: TokenUsage) -> Json:
         """Why the prompt was not hit up to the end of an earlier one, if the request asks."""
         diagnose = self._context.diagnosis
         if diagnose is None:
@@ -152,7 +152,7 @@ class MessageWriter:
         reason = diagnose(usage.cached_tokens)
         return {"diagnostics": None if reason is None else {"cache_miss_reason": reason}}
 
-    def _usage(self, usage: Usage) -> Json:
+    def _usage(self, usage: TokenUsage) -> Json:
         """Anthropic's usage object. The tokens before the last mark are written to the cache unless they were found
         there, and what is neither is input: the three add up to the prompt."""
         marks = [*zip(self._context.spec.retention.marks, self._context.marked_tokens, strict=True)]

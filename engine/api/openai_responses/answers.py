@@ -17,20 +17,20 @@ import orjson
 from raydix.engine.api.answers import AnswerContext
 from raydix.engine.api.assembler import Piece
 from raydix.engine.api.openai_responses.compaction import item as compaction_item
-from raydix.engine.api.responses import ID_PREFIXES, Choice, Json, ResponseHead, Usage
+from raydix.engine.api.responses import ID_PREFIXES, Choice, Json, ResponseHead, TokenUsage
 from raydix.engine.api.slices import array_of, document, ids_of
 from raydix.engine.api.spec import GenerationSpec
 from raydix.engine.api.wire import OPENAI, WireFormat
 from raydix.engine.core.errors import RaydixError, ServiceError
-from raydix.engine.core.ingress.parsers.answer import AnswerMessage, Call
+from raydix.engine.core.ingress.parsers.answer import AssembledMessage, Call
 from raydix.engine.core.ingress.parsers.events import (
     AnswerEvent,
+    AnswerText,
     ArgumentsPart,
     CallBegins,
     CallEnds,
     InputPart,
     ReasoningPart,
-    TextPart,
 )
 from raydix.engine.core.types import FinishReason
 
@@ -65,7 +65,7 @@ class ResponseWriter:
         """Log-probabilities of the open message, a JSON text for each token."""
         self.wire: WireFormat = replace(OPENAI, error_event=self._error_event)
 
-    def response(self, choice: Choice, usage: Usage) -> Json:
+    def response(self, choice: Choice, usage: TokenUsage) -> Json:
         """The response as a whole."""
         is_cut = choice.finish_reason is FinishReason.LENGTH
         parts = _parts(choice)
@@ -100,10 +100,10 @@ class ResponseWriter:
         text = b"".join(map(self._context.token_bytes, token_ids)).decode("utf-8", "replace")
         return {"type": "raw_message_tokens", "message": text, "tokens": ids_of(token_ids)}
 
-    def body(self, choice: Choice, usage: Usage) -> Iterator[bytes]:
+    def body(self, choice: Choice, usage: TokenUsage) -> Iterator[bytes]:
         return document(self.response(choice, usage))
 
-    def first(self, usage: Usage) -> bytes:
+    def first(self, usage: TokenUsage) -> bytes:
         response = self._response("in_progress", [], store=self._turn.is_stored)
         opening = self._event("response.created", {"response": response})
         opening += self._event("response.in_progress", {"response": response})
@@ -122,7 +122,7 @@ class ResponseWriter:
             logprobs = [orjson.Fragment(orjson.dumps(token)) for token in content]
         return self._text(piece.text, logprobs) if piece.text or logprobs else b""
 
-    def end(self, choice: Choice, usage: Usage) -> Iterator[bytes]:
+    def end(self, choice: Choice, usage: TokenUsage) -> Iterator[bytes]:
         if self._index == self._first and self._open is None:
             yield self._opened("")
         is_cut = choice.finish_reason is FinishReason.LENGTH
@@ -130,10 +130,10 @@ class ResponseWriter:
         response = self.response(choice, usage)
         yield from self._slices(f"response.{response['status']}", {"response": response})
 
-    def _part(self, event: AnswerEvent, message: AnswerMessage) -> bytes:
+    def _part(self, event: AnswerEvent, message: AssembledMessage) -> bytes:
         """Events of a part of a parsed answer; `message` has all parts."""
         match event:
-            case TextPart(text):
+            case AnswerText(text):
                 return self._text(text, [])
             case ReasoningPart(text):
                 return self._reasoning(text)
@@ -328,7 +328,7 @@ def count_body(num_tokens: int) -> bytes:
     return orjson.dumps({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
-def compact_body(head: ResponseHead, user_texts: Sequence[str], compaction: Json, usage: Usage) -> bytes:
+def compact_body(head: ResponseHead, user_texts: Sequence[str], compaction: Json, usage: TokenUsage) -> bytes:
     """Body of `/v1/responses/compact`: the user's messages, for clients that show them, and the summary."""
     unique = head.id.removeprefix(ID_PREFIXES["responses"])
     said = [
@@ -352,7 +352,7 @@ def compact_body(head: ResponseHead, user_texts: Sequence[str], compaction: Json
     )
 
 
-def _usage(usage: Usage) -> Json:
+def _usage(usage: TokenUsage) -> Json:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {

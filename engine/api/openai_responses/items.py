@@ -74,14 +74,14 @@ def _joined(value: object) -> object:
     return "\n".join(texts)
 
 
-class TextPart(LenientModel):
+class ItemText(LenientModel):
     """A text of a message."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "text"] = Field(description="Kind of part.")
     text: str = Field(description="The text.")
 
 
-Content = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart])]
+Content = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[ItemText])]
 
 
 class Item(LenientModel):

@@ -27,11 +27,11 @@ from raydix.engine.api.known import (
 from raydix.engine.api.normal_form import normal_form
 from raydix.engine.api.openai_responses.compaction import SUMMARY_TOKENS, CompactionRule, asking
 from raydix.engine.api.openai_responses.items import Item, as_items, messages_of
-from raydix.engine.api.openai_responses.tools import Tool, ToolChoice, namespaces_of, server_tools, tool_use
+from raydix.engine.api.openai_responses.tools import ResponseTool, ToolChoice, namespaces_of, server_tools, tool_use
 from raydix.engine.api.prompts import Label, Message
 from raydix.engine.api.reasoning import Effort
 from raydix.engine.api.responses import ID_PREFIXES, Json
-from raydix.engine.api.spec import FormSpec, GenerationSpec, ReasoningUse, ServiceSpec, Turn
+from raydix.engine.api.spec import FormSpec, GenerationSpec, ReasoningUse, ResponseTurn, ServiceSpec
 from raydix.engine.api.tools import few_tools
 from raydix.engine.api.validation import (
     INTEGRAL,
@@ -81,7 +81,7 @@ class TextOptions(LenientModel):
     verbosity: Verbosity = None
 
 
-class StreamOptions(StrictModel):
+class ResponseStreamOptions(StrictModel):
     """Contents of a stream beside the text."""
 
     include_obfuscation: Ignored = None
@@ -120,7 +120,9 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
     stream: bool | None = Field(
         default=None, description="Send the response as server-sent events while it is generated."
     )
-    stream_options: StreamOptions | None = Field(default=None, description="Contents of a stream beside the text.")
+    stream_options: ResponseStreamOptions | None = Field(
+        default=None, description="Contents of a stream beside the text."
+    )
     include: Annotated[list[str], Field(max_length=32)] | None = Field(
         default=None,
         description=f"`{LOGPROBS}`: log-probabilities of the tokens. Other parts are of tools that no response here "
@@ -133,7 +135,7 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
         default=None, description="Up to 16 texts by name, which the response repeats."
     )
     text: TextOptions | None = Field(default=None, description="With `format`, the form of the answer.")
-    tools: Annotated[list[Tool], BeforeValidator(few_tools)] | None = Field(
+    tools: Annotated[list[ResponseTool], BeforeValidator(few_tools)] | None = Field(
         default=None,
         description="Functions and custom tools that the answer may call, functions alone or in a `namespace`. Tools "
         "that OpenAI's servers run (`web_search`, `code_interpreter`, ...) are left out, and named in the header "
@@ -210,7 +212,7 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
 
         instructions = [Message(role="system", content=self.instructions)] if self.instructions else []
         own = messages_of(self.input)
-        turn = Turn(
+        turn = ResponseTurn(
             previous=self.previous_response_id,
             is_stored=self.store is not False,
             num_own=len(own),

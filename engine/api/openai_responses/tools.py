@@ -74,7 +74,7 @@ class InputForm(StrictModel):
         return {"type": self.type, "grammar": {"syntax": self.syntax, "definition": self.definition}}
 
 
-class Tool(_Named):
+class ResponseTool(_Named):
     """A function, a namespace of functions, or a tool that OpenAI's servers run."""
 
     type: Annotated[str, StringConstraints(max_length=64)] = Field(
@@ -125,7 +125,7 @@ def flat_name(namespace: str, name: str) -> str:
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
-def namespaces_of(tools: Sequence[Tool]) -> Mapping[str, tuple[str, str]]:
+def namespaces_of(tools: Sequence[ResponseTool]) -> Mapping[str, tuple[str, str]]:
     """Namespace and name of each function in a namespace, by the name that the model knows."""
     return {
         flat_name(tool.name, member.name): (tool.name, member.name)
@@ -135,7 +135,7 @@ def namespaces_of(tools: Sequence[Tool]) -> Mapping[str, tuple[str, str]]:
     }
 
 
-def server_tools(tools: Sequence[Tool]) -> Iterator[str]:
+def server_tools(tools: Sequence[ResponseTool]) -> Iterator[str]:
     """Names, as paths in the body, of the tools that OpenAI's servers would run."""
     return (f"tools.{tool.type}" for tool in tools if tool.is_of_server)
 
@@ -158,7 +158,7 @@ ToolChoice = Annotated[
 ]
 
 
-def tool_use(tools: Sequence[Tool], choice: str | Json | None, parallel: bool | None) -> ToolUse | None:
+def tool_use(tools: Sequence[ResponseTool], choice: str | Json | None, parallel: bool | None) -> ToolUse | None:
     """The tools in normal form; None if there are none. Raises RequestError for contradicting fields."""
     if isinstance(choice, dict):
         choice = {"type": choice["type"], str(choice["type"]): {"name": choice["name"]}}

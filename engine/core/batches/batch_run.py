@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raydix.engine.core.batches.lines import LineQueue
-from raydix.engine.core.batches.records import Answered, Ended, Opened, Problem, Record, Status, Stopped
+from raydix.engine.core.batches.records import Answered, Opened, OutputEnded, Problem, Record, Status, Stopped
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class BatchRun:
     def ended(self, now: float) -> list[Record]:
         """The output is in place."""
         assert self.is_stopped
-        return [] if self.is_ended else [self._apply(Ended(now))]
+        return [] if self.is_ended else [self._apply(OutputEnded(now))]
 
     def check_integrity(self) -> None:
         """Assert: the counts agree with the lines."""
@@ -158,7 +158,7 @@ class BatchRun:
                 progress.stopped_at, progress.outcome, progress.problems = at, outcome, problems
                 is_cancelled = outcome is Status.CANCELLED
                 progress.status = Status.CANCELLING if is_cancelled else Status.FINALIZING
-            case Ended(at):
+            case OutputEnded(at):
                 assert progress.outcome is not None
                 progress.ended_at, progress.status = at, progress.outcome
         return record

@@ -66,13 +66,13 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class OutputEnded:
     """The output is complete and in place."""
 
     at: float
 
 
-Record: TypeAlias = Opened | Answered | Stopped | Ended
+Record: TypeAlias = Opened | Answered | Stopped | OutputEnded
 
 
 def encode(record: Record) -> bytes:
@@ -100,6 +100,6 @@ def decode(line: bytes) -> Record | None:
     if kind == b"opened":
         return Opened(**fields)
     if kind == b"ended":
-        return Ended(**fields)
+        return OutputEnded(**fields)
     problems = tuple(Problem(**problem) for problem in fields["problems"])
     return Stopped(fields["at"], Status(fields["outcome"]), problems)

@@ -107,7 +107,7 @@ class Duel(Generic[Key]):
         return visit
 
 
-class Score:
+class GhostScore:
     """Score of one ghost against the leader's, by one clock."""
 
     def __init__(self, half_life: int, certainty: float) -> None:
@@ -138,7 +138,7 @@ class Ghost(Generic[Key]):
         self.order = order
         self.rank = rank
         self.queue: EvictionQueue[Key] = EvictionQueue(self)
-        self.scores = [Score(half_life, certainty) for half_life, certainty in CLOCKS]
+        self.scores = [GhostScore(half_life, certainty) for half_life, certainty in CLOCKS]
         self._latest: Visit[Key] | None = None
 
     def see(

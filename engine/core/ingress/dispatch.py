@@ -33,13 +33,13 @@ from raydix.engine.core.ingress.instructions import (
     Admit,
     AskWorkers,
     AttemptLost,
-    Deliver,
+    DeliverTokens,
     FailedOver,
     Follow,
     Instruction,
     ModelDiffers,
     MovedOn,
-    Named,
+    NamedByLastWords,
     Read,
     StartWorker,
     StopAwaiting,
@@ -53,7 +53,8 @@ from raydix.engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
-    Attempt,
+    AttemptName,
+    AttemptOver,
     BlockHash,
     Ended,
     FirstToken,
@@ -287,7 +288,7 @@ class Dispatch:
             if entry is None:
                 continue
             generation = entry.generation
-            if isinstance(event, Attempt):
+            if isinstance(event, AttemptOver):
                 if event == generation.attempt_name and generation.dies_with(worker_id):
                     instructions += self._attempt_lost(entry, worker_id, now)
                 continue
@@ -300,7 +301,7 @@ class Dispatch:
             was_answered = generation.is_answered
             due = generation.take(event, worker_id)
             if due or generation.failure is not None:
-                instructions.append(Deliver(event.request_id, due))
+                instructions.append(DeliverTokens(event.request_id, due))
             if due:
                 generation.delivered(len(due), now, is_first=not was_answered)
             if due and not was_answered:
@@ -308,7 +309,7 @@ class Dispatch:
                 self._outbox.first_tokens.append(FirstToken(generation.request_id, generation.attempt, ttft_s))
         return instructions
 
-    def submitted(self, worker_id: str, attempts: Iterable[Attempt]) -> None:
+    def submitted(self, worker_id: str, attempts: Iterable[AttemptName]) -> None:
         """A worker has taken attempts on."""
         for attempt in attempts:
             entry = self._entries.current(*attempt)
@@ -450,7 +451,7 @@ class Dispatch:
             generation.stopped.add((worker_id, epoch))
             number = len(generation.stopped)
             is_refused = number >= MAX_STOPPED and len(named) == 1
-            instructions.append(Named(worker_id, request_id, len(named), number, is_refused))
+            instructions.append(NamedByLastWords(worker_id, request_id, len(named), number, is_refused))
             if is_refused:
                 error = StopsWorkersError(
                     f"{number} workers died or stood still while they computed this request, the last one for nothing "
@@ -503,7 +504,7 @@ class Dispatch:
     def _fail(self, entry: Entry, error: RaydixError) -> list[Instruction]:
         self._retries.drop(entry.generation.request_id)
         entry.generation.failure = error
-        return [Deliver(entry.generation.request_id, [])]
+        return [DeliverTokens(entry.generation.request_id, [])]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a request is in two states, or waits for nothing."""

@@ -22,7 +22,7 @@ from raydix.engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
-    Attempt,
+    AttemptName,
     BlockHash,
     CacheHints,
     DraftSource,
@@ -125,9 +125,9 @@ class Generation:
         return self.answered_by is not None
 
     @property
-    def attempt_name(self) -> Attempt:
+    def attempt_name(self) -> AttemptName:
         """The present attempt."""
-        return Attempt(self.request_id, self.attempt)
+        return AttemptName(self.request_id, self.attempt)
 
     @property
     def awaits_prefill(self) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, TypeAlias
 
-from raydix.engine.core.types import AdmitRequest, Assignment, Attempt, Ended, FirstToken, TokenEvent
+from raydix.engine.core.types import AdmitRequest, Assignment, AttemptName, Ended, FirstToken, TokenEvent
 
 
 class Admit(NamedTuple):
@@ -48,7 +48,7 @@ class StopAwaiting(NamedTuple):
     request_id: str
 
 
-class Deliver(NamedTuple):
+class DeliverTokens(NamedTuple):
     """Hand tokens to the reader of a request; without tokens, the request has failed."""
 
     request_id: str
@@ -76,9 +76,9 @@ class Ping(NamedTuple):
     """Tell a worker that this replica is alive, and name the attempts that may be there."""
 
     worker_id: str
-    taken: list[Attempt]
+    taken: list[AttemptName]
     """Attempts taken on by the worker."""
-    sent: list[Attempt]
+    sent: list[AttemptName]
     """Attempts on their way there."""
     awaiting: list[str]
     """Requests that wait there for the KV of a worker that is alive, too."""
@@ -110,7 +110,7 @@ class AttemptLost(NamedTuple):
     attempt: int
 
 
-class Named(NamedTuple):
+class NamedByLastWords(NamedTuple):
     """Line of the log: the last words of a worker that died or fell silent name a request."""
 
     worker_id: str
@@ -159,7 +159,7 @@ Instruction: TypeAlias = (
     | Submit
     | Abort
     | StopAwaiting
-    | Deliver
+    | DeliverTokens
     | Settle
     | AskWorkers
     | StartWorker
@@ -167,7 +167,7 @@ Instruction: TypeAlias = (
     | WorkerLost
     | WorkerSilent
     | AttemptLost
-    | Named
+    | NamedByLastWords
     | FailedOver
     | MovedOn
     | ModelDiffers

@@ -20,7 +20,7 @@ EVENTS_CAPACITY = 1 << 16
 """Limit of the events that a follower may be behind before it gets a snapshot."""
 
 
-class CacheEvent(NamedTuple):
+class BlockEvent(NamedTuple):
     """A block entered the cache (`is_stored`), or left its last place."""
 
     sequence: int
@@ -34,7 +34,7 @@ class CacheUpdate:
 
     next_sequence: int
     """The number to ask for the next time."""
-    events: tuple[CacheEvent, ...]
+    events: tuple[BlockEvent, ...]
     snapshot: tuple[BlockHash, ...] | None
     """All stored blocks, in place of events that are forgotten."""
 
@@ -43,11 +43,11 @@ class CacheEvents:
     """The last `capacity` events, numbered without gaps."""
 
     def __init__(self, capacity: int = EVENTS_CAPACITY) -> None:
-        self._events: deque[CacheEvent] = deque(maxlen=capacity)
+        self._events: deque[BlockEvent] = deque(maxlen=capacity)
         self.next_sequence = 0
 
     def add(self, is_stored: bool, block_hash: BlockHash) -> None:
-        self._events.append(CacheEvent(self.next_sequence, is_stored, block_hash))
+        self._events.append(BlockEvent(self.next_sequence, is_stored, block_hash))
         self.next_sequence += 1
 
     def since(self, sequence: int | None, stored: Iterable[BlockHash]) -> CacheUpdate:

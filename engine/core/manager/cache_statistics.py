@@ -36,7 +36,7 @@ class HotPrefix:
 
 
 @dataclass(slots=True)
-class TenantUse:
+class TenantHits:
     """Requested and found tokens of one tenant."""
 
     num_requests: int = 0
@@ -59,7 +59,7 @@ class CacheStatistics:
     """Blocks that left their last place to make room, weighted less with every later admission."""
     num_returned_blocks: float = 0.0
     """Displaced blocks that a prompt requested again and had to compute, weighted likewise."""
-    tenants: dict[str, TenantUse] = field(default_factory=dict)
+    tenants: dict[str, TenantHits] = field(default_factory=dict)
     _lately: deque[tuple[str, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _prefixes: defaultdict[str, OrderedDict[BlockHash, HotPrefix]] = field(
         default_factory=lambda: defaultdict(OrderedDict)
@@ -83,7 +83,7 @@ class CacheStatistics:
             self.sources[source] += count
             num_hits += count * self.block_size if source in HITS else 0
 
-        use = self.tenants.setdefault(tenant, TenantUse())
+        use = self.tenants.setdefault(tenant, TenantHits())
         use.num_requests += 1
         use.num_prompt_tokens += num_tokens
         use.num_hit_tokens += num_hits

@@ -5,7 +5,7 @@ what both say, reserves its load in the fleet, and arranges with the stock which
 
 | event | instructions |
 |---|---|
-| request admitted | `Deliver` a segment to a worker, `Export` blocks held by workers only, `ReadFile` |
+| request admitted | `DeliverSegment` a segment to a worker, `Export` blocks held by workers only, `ReadFile` |
 | blocks or segments change | those of `Stock` |
 | worker or request gone | by `Supply`: `Export`, or `Lost` (the blocks will not come) |
 | worker silent or registered again | `HandoverLost` |
@@ -30,12 +30,12 @@ from raydix.engine.core.manager.fleet import Fleet
 from raydix.engine.core.manager.instructions import HandoverLost, Instruction, Lost
 from raydix.engine.core.manager.matching import demand_of, match, sources_of
 from raydix.engine.core.manager.placement import (
-    Candidate,
     CostModel,
     Demand,
     Placement,
     Sessions,
     SessionWorkers,
+    WorkersAlike,
     place,
 )
 from raydix.engine.core.manager.records import US_PER_S, Reservation, WorkerRecord
@@ -45,7 +45,7 @@ from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import (
     Admission,
     AdmitRequest,
-    Attempt,
+    AttemptName,
     BlockHash,
     EvictionReason,
     Handover,
@@ -124,7 +124,7 @@ class Directory:
         device: str = "cpu",
         fingerprint: str = "",
         node: str = "",
-        attempts: Container[Attempt] = (),
+        attempts: Container[AttemptName] = (),
     ) -> list[Instruction]:
         """Register a worker incarnation with the blocks of its pool, in place of an older incarnation. `attempts`:
         those under way there; what the worker has sent for others was lost if it did not arrive before."""
@@ -378,7 +378,7 @@ class Directory:
 
     def _options(
         self, request: AdmitRequest, records: Sequence[BlockRecord | None], objectives: Objectives
-    ) -> tuple[Demand, list[Candidate]]:
+    ) -> tuple[Demand, list[WorkersAlike]]:
         """The needs of a request, and the workers grouped by load and held blocks."""
         prefix = match(records, self.fleet, self._reservations)
         demand = demand_of(
@@ -439,7 +439,7 @@ class Directory:
         reservation.awaits_handover = False
         return reservation.admission
 
-    def _handovers_lost(self, worker_id: str, epoch: int, attempts: Container[Attempt] = ()) -> list[HandoverLost]:
+    def _handovers_lost(self, worker_id: str, epoch: int, attempts: Container[AttemptName] = ()) -> list[HandoverLost]:
         """Have the decode workers wait no longer for an incarnation of a prefill worker, whose messages to the manager
         were lost or cannot come; but for `attempts`, which are still under way there."""
         # After a worker's death the ingress replicas decide where a request goes on. This is for a worker that lives.
@@ -447,7 +447,7 @@ class Directory:
         for request_id, reservation in self._reservations.items():
             admission = reservation.admission
             is_sender = (admission.prefill, admission.prefill_epoch) == (worker_id, epoch)
-            is_lost = reservation.awaits_handover and Attempt(request_id, admission.attempt) not in attempts
+            is_lost = reservation.awaits_handover and AttemptName(request_id, admission.attempt) not in attempts
             if is_sender and is_lost and admission.decode in self.fleet:
                 instructions.append(HandoverLost(admission.decode, request_id))
         return instructions

@@ -25,7 +25,7 @@ from math import exp, inf
 from typing import NamedTuple
 
 from raydix.engine.core.costs import WorkerCosts
-from raydix.engine.core.manager.placement import Candidate, CostModel, Demand
+from raydix.engine.core.manager.placement import CostModel, Demand, WorkersAlike
 from raydix.engine.core.manager.planner import (
     TARGET,
     TOGETHER,
@@ -233,7 +233,7 @@ def _typical(costs: Sequence[WorkerCosts]) -> WorkerCosts:
     return sorted(costs, key=lambda each: each.decode_step_s(TYPICAL_DECODES))[len(costs) // 2]
 
 
-def with_roles(candidates: Sequence[Candidate], demand: Demand, model: CostModel) -> Sequence[Candidate]:
+def with_roles(candidates: Sequence[WorkersAlike], demand: Demand, model: CostModel) -> Sequence[WorkersAlike]:
     """The candidates with the roles of the elastic ones for this request."""
     if not any(candidate.load.is_elastic for candidate in candidates):
         return candidates
@@ -243,7 +243,7 @@ def with_roles(candidates: Sequence[Candidate], demand: Demand, model: CostModel
     return [_with_role(candidate, demand, model, can_decode=can_decode) for candidate in candidates]
 
 
-def _with_role(candidate: Candidate, demand: Demand, model: CostModel, *, can_decode: bool) -> Candidate:
+def _with_role(candidate: WorkersAlike, demand: Demand, model: CostModel, *, can_decode: bool) -> WorkersAlike:
     load = candidate.load
     if not load.is_elastic:
         return candidate
@@ -251,7 +251,7 @@ def _with_role(candidate: Candidate, demand: Demand, model: CostModel, *, can_de
     return candidate._replace(load=load._replace(role=Role.MIXED)) if does_both else candidate
 
 
-def _takes_prompt(candidate: Candidate, demand: Demand, model: CostModel) -> bool:
+def _takes_prompt(candidate: WorkersAlike, demand: Demand, model: CostModel) -> bool:
     """True if the decodes of a worker, and the request's own, stay within the objective beside its prompt."""
     load = candidate.load
     num_cached = max(candidate.num_local_blocks, demand.num_reachable_blocks) * model.block_size
@@ -260,7 +260,7 @@ def _takes_prompt(candidate: Candidate, demand: Demand, model: CostModel) -> boo
     return step_s <= _tpot_s(candidate, demand)
 
 
-def _takes_stream(candidate: Candidate, demand: Demand, model: CostModel) -> bool:
+def _takes_stream(candidate: WorkersAlike, demand: Demand, model: CostModel) -> bool:
     """True if a worker may decode one stream more."""
     load = candidate.load
     num_blocks = demand.num_tokens // model.block_size + 1 - candidate.num_local_blocks
@@ -268,6 +268,6 @@ def _takes_stream(candidate: Candidate, demand: Demand, model: CostModel) -> boo
     return has_room and load.costs.decode_step_s(load.num_decoding + 1) <= _tpot_s(candidate, demand)
 
 
-def _tpot_s(candidate: Candidate, demand: Demand) -> float:
+def _tpot_s(candidate: WorkersAlike, demand: Demand) -> float:
     objectives = (candidate.load.tpot_s, demand.objectives.tpot_s)
     return min((each for each in objectives if each is not None), default=inf)

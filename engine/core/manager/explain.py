@@ -11,7 +11,7 @@ from heapq import nsmallest
 from itertools import groupby
 from types import MappingProxyType
 
-from raydix.engine.core.manager.placement import Placement, Prediction
+from raydix.engine.core.manager.placement import Placement, PredictedTimes
 from raydix.engine.core.objectives import WhenLate
 from raydix.engine.core.types import DraftUse, Ended, Outcome, Role
 
@@ -78,7 +78,7 @@ class Decision:
     prefill: str
     decode: str
     predicted_ttft_s: float
-    considered: tuple[Prediction, ...]
+    considered: tuple[PredictedTimes, ...]
     ttft_s: float | None = None
     """Seconds from admission to the first token."""
     predicted_handover_s: float | None = None
@@ -227,16 +227,16 @@ def runs_of(sources: Iterable[BlockSource]) -> tuple[tuple[BlockSource, int], ..
     return tuple((source, len(list(run))) for source, run in groupby(sources))
 
 
-def best_considered(placement: Placement) -> tuple[Prediction, ...]:
+def best_considered(placement: Placement) -> tuple[PredictedTimes, ...]:
     """The `MAX_CONSIDERED` best predictions, best first; of equal workers the chosen one first."""
-    best: list[Prediction] = []
+    best: list[PredictedTimes] = []
     room = MAX_CONSIDERED
     for prediction in sorted(placement.considered, key=lambda prediction: prediction.cost_s)[:MAX_CONSIDERED]:
         if room:
             worker_ids = prediction.worker_ids
             if len(worker_ids) > 1:
                 worker_ids = nsmallest(room, worker_ids, key=lambda name: (name != placement.prefill, name))
-            best.append(Prediction(list(worker_ids), *prediction[1:]))
+            best.append(PredictedTimes(list(worker_ids), *prediction[1:]))
             room -= len(worker_ids)
     return tuple(best)
 
@@ -245,7 +245,7 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
 
 
-def _candidate(worker_id: str, prediction: Prediction) -> dict[str, object]:
+def _candidate(worker_id: str, prediction: PredictedTimes) -> dict[str, object]:
     return {
         "worker": worker_id,
         "local_blocks": prediction.num_local_blocks,

@@ -6,7 +6,7 @@ from itertools import chain
 from raydix.engine.core.manager.block_index import BlockIndex, BlockNotes, BlockRecord
 from raydix.engine.core.manager.cache_statistics import CacheStatistics
 from raydix.engine.core.manager.explain import BlockSource, Decision, Decisions, best_considered, runs_of
-from raydix.engine.core.manager.placement import Placement, Prediction
+from raydix.engine.core.manager.placement import Placement, PredictedTimes
 from raydix.engine.core.manager.records import WorkerRecord
 from raydix.engine.core.objectives import WhenLate
 from raydix.engine.core.types import AdmitRequest, BlockHash, Role
@@ -126,7 +126,7 @@ class Explanations:
 
 
 def _duties(
-    placement: Placement, considered: Sequence[Prediction], workers: Mapping[str, WorkerRecord]
+    placement: Placement, considered: Sequence[PredictedTimes], workers: Mapping[str, WorkerRecord]
 ) -> dict[str, Role]:
     """Duties of the elastic ones among the workers of a placement and the considered ones."""
     names = dict.fromkeys([placement.prefill, placement.decode, *chain(*(each.worker_ids for each in considered))])

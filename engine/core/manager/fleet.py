@@ -10,7 +10,7 @@ from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.manager.elastic import SHRINK_S, Elastic, Plan
 from raydix.engine.core.manager.links import Links
 from raydix.engine.core.manager.peers import PeerCosts
-from raydix.engine.core.manager.placement import Candidate, WorkerLoad
+from raydix.engine.core.manager.placement import WorkerLoad, WorkersAlike
 from raydix.engine.core.manager.records import Reservation, WorkerRecord
 from raydix.engine.core.objectives import Objectives
 from raydix.engine.core.types import Role
@@ -82,7 +82,7 @@ class Fleet(Mapping[str, WorkerRecord]):
             f"{min(others)} (model, block size, products, version, arithmetic)"
         )
 
-    def candidates(self, holders: Mapping[int, Set[str]], avoided: Collection[str]) -> list[Candidate]:
+    def candidates(self, holders: Mapping[int, Set[str]], avoided: Collection[str]) -> list[WorkersAlike]:
         """The workers for one request, grouped by load and held blocks (`WorkerGroups.candidates`)."""
         return self._groups.candidates(holders, avoided, self.leaving)
 
@@ -279,14 +279,14 @@ class WorkerGroups:
 
     def candidates(
         self, holders: Mapping[int, Set[str]], avoided: Collection[str] = (), leaving: Collection[str] = ()
-    ) -> list[Candidate]:
+    ) -> list[WorkersAlike]:
         """Group all workers for one request. `leaving` workers count only where all others are avoided, and `avoided`
         workers only where no other worker is registered.
 
         `holders`: the workers by number of held leading blocks, each worker once.
         """
         all_candidates = [
-            Candidate(alike, load, num_local)
+            WorkersAlike(alike, load, num_local)
             for load, group in self._groups.items()
             for num_local, workers in holders.items()
             if (alike := group & workers)

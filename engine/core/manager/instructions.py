@@ -8,7 +8,7 @@ from raydix.engine.core.types import BlockHash, SegmentHeader
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
+class DeliverSegment:
     """Hand a segment to a worker."""
 
     worker_id: str
@@ -65,5 +65,5 @@ class EraseFile:
 
 
 DiskInstruction: TypeAlias = WriteFile | ReadFile | EraseFile
-WorkerInstruction: TypeAlias = Deliver | Export | Lost | HandoverLost
+WorkerInstruction: TypeAlias = DeliverSegment | Export | Lost | HandoverLost
 Instruction: TypeAlias = WorkerInstruction | DiskInstruction

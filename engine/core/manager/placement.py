@@ -163,7 +163,7 @@ class WorkerLoad(NamedTuple):
         return self.queued_s if is_behind else self.queued_s - self.behind_s
 
 
-class Candidate(NamedTuple):
+class WorkersAlike(NamedTuple):
     """Workers without a difference for one request."""
 
     worker_ids: Collection[str]
@@ -172,7 +172,7 @@ class Candidate(NamedTuple):
     """Leading blocks of the request in the pool of each worker."""
 
 
-class Prediction(NamedTuple):
+class PredictedTimes(NamedTuple):
     """The sum for each of `worker_ids` as the prefill worker."""
 
     worker_ids: Collection[str]
@@ -206,13 +206,13 @@ class Placement:
 
     prefill: str
     decode: str
-    chosen: Prediction
-    considered: Sequence[Prediction]
+    chosen: PredictedTimes
+    considered: Sequence[PredictedTimes]
     handover_s: float | None = None
     """Predicted time from the first token to the second one of a split request."""
 
 
-def place(demand: Demand, candidates: Sequence[Candidate], model: CostModel) -> Placement:
+def place(demand: Demand, candidates: Sequence[WorkersAlike], model: CostModel) -> Placement:
     """Choose the workers of a request; the session decides ties.
 
     Raises:
@@ -225,7 +225,7 @@ def place(demand: Demand, candidates: Sequence[Candidate], model: CostModel) -> 
     are_weighed = decoders and demand.generates and demand.sources is not None
     hand_overs = _HandOvers(decoders, demand, model) if are_weighed else None
     sums = _Sums()
-    spared: list[Candidate] = []
+    spared: list[WorkersAlike] = []
     # By the lower bound of the sum: where it exceeds the best sum, all further ones do.
     for candidate in sorted(candidates, key=_least_s):
         if sums.is_pruned(candidate):
@@ -266,27 +266,27 @@ class _Sums:
     """The predictions of one placement so far, each with its candidate's load."""
 
     def __init__(self) -> None:
-        self.predictions: list[Prediction] = []
+        self.predictions: list[PredictedTimes] = []
         self._loads: list[WorkerLoad] = []
         self._limit_s = inf
 
-    def add(self, candidate: Candidate, prediction: Prediction) -> None:
+    def add(self, candidate: WorkersAlike, prediction: PredictedTimes) -> None:
         self.predictions.append(prediction)
         self._loads.append(candidate.load)
         # The sum, as much higher as its fit may be wrong: a queue below it prunes nobody.
         self._limit_s = min(self._limit_s, prediction.cost_s * (1 + _spread(candidate.load)))
 
-    def is_pruned(self, candidate: Candidate) -> bool:
+    def is_pruned(self, candidate: WorkersAlike) -> bool:
         """True if the queue of a candidate alone exceeds the best sum, and enough were predicted."""
         return _least_s(candidate) > self._limit_s and len(self.predictions) >= MIN_CONSIDERED
 
-    def best(self) -> list[tuple[Prediction, WorkerLoad]]:
+    def best(self) -> list[tuple[PredictedTimes, WorkerLoad]]:
         """The predictions with the lowest sum."""
         lowest_s = min((each.cost_s for each in self.predictions), default=inf)
         pairs = zip(self.predictions, self._loads, strict=True)
         return [(each, load) for each, load in pairs if each.cost_s == lowest_s]
 
-    def near(self) -> dict[str, tuple[WorkerLoad, Prediction]]:
+    def near(self) -> dict[str, tuple[WorkerLoad, PredictedTimes]]:
         """The workers between which the session decides."""
         tied = _tied(self._loads, [each.cost_s for each in self.predictions])
         return {
@@ -299,20 +299,20 @@ class _Sums:
 class _HandOvers:
     """Hand-overs of one request, with the best decode workers for each node of a prefill worker."""
 
-    def __init__(self, decoders: Sequence[Candidate], demand: Demand, model: CostModel) -> None:
+    def __init__(self, decoders: Sequence[WorkersAlike], demand: Demand, model: CostModel) -> None:
         self._demand = demand
         self._model = model
         self._decoders = sorted(((_decode_base_s(each, demand, model), each) for each in decoders), key=_first)
-        self._best: dict[str, list[Candidate]] = {}
+        self._best: dict[str, list[WorkersAlike]] = {}
 
-    def with_transfer(self, prediction: Prediction, load: WorkerLoad) -> Prediction:
+    def with_transfer(self, prediction: PredictedTimes, load: WorkerLoad) -> PredictedTimes:
         """A prefill worker's prediction, with the hand-over to the best decode worker."""
         transfers_s = (
             _transfer_s(prediction, load, decoder, self._demand, self._model) for decoder in self._best_for(load.node)
         )
         return prediction._replace(transfer_s=min(transfers_s))
 
-    def is_dear(self, prediction: Prediction, load: WorkerLoad) -> bool:
+    def is_dear(self, prediction: PredictedTimes, load: WorkerLoad) -> bool:
         """True if the KV of a split request would take longer to its decode worker than computing it there."""
         if load.role is not Role.PREFILL:
             return False
@@ -323,10 +323,10 @@ class _HandOvers:
                 return False
         return True
 
-    def _best_for(self, node: str) -> list[Candidate]:
+    def _best_for(self, node: str) -> list[WorkersAlike]:
         """The decode workers of the lowest cost if the prompt is computed on `node`."""
         if node not in self._best:
-            least_s, best = inf, list[Candidate]()
+            least_s, best = inf, list[WorkersAlike]()
             for base_s, decoder in self._decoders:
                 if base_s > least_s:
                     break
@@ -339,7 +339,7 @@ class _HandOvers:
         return self._best[node]
 
 
-def predict(candidate: Candidate, demand: Demand, model: CostModel) -> Prediction:
+def predict(candidate: WorkersAlike, demand: Demand, model: CostModel) -> PredictedTimes:
     """The sum for `candidate` as the prefill worker, with the import that gives the shortest time to first token."""
     worker_ids, load, num_local = candidate
     # Without an import.
@@ -364,7 +364,7 @@ def predict(candidate: Candidate, demand: Demand, model: CostModel) -> Predictio
         num_delayed = min(load.num_queued, MAX_DELAYED) + DECODE_DELAY * load.num_decoding
         others_s = num_delayed * _compute_s(load, demand, num_local + num_imported, model, num_decodes=0)
     room_s = _room_s(load, demand, num_local, model)
-    return Prediction(
+    return PredictedTimes(
         worker_ids=worker_ids,
         num_local_blocks=num_local,
         num_imported_blocks=num_imported,
@@ -380,7 +380,7 @@ def _spread(load: WorkerLoad) -> float:
     return min(load.costs.spread, MAX_SPREAD)
 
 
-def _least_s(candidate: Candidate) -> float:
+def _least_s(candidate: WorkersAlike) -> float:
     """Lower bound of any request's cost on `candidate`, within its spread and the range of a tie."""
     return (candidate.load.ahead_s(is_behind=False) - TIE_S) / (1 + TIE) * (1 - _spread(candidate.load))
 
@@ -425,7 +425,9 @@ def _num_lacking(demand: Demand, num_local: int, model: CostModel) -> int:
     return max(0, _num_blocks(demand, model) - num_local)
 
 
-def _decode_worker(decoders: Sequence[Candidate], demand: Demand, model: CostModel, node: str) -> tuple[str, Candidate]:
+def _decode_worker(
+    decoders: Sequence[WorkersAlike], demand: Demand, model: CostModel, node: str
+) -> tuple[str, WorkersAlike]:
     """The decode worker of a request whose prompt is computed on `node`, and the worker's candidate."""
     costs_s = [_decode_base_s(each, demand, model) + _import_all_s(each, demand, model, node) for each in decoders]
     tied = _tied([decoder.load for decoder in decoders], costs_s)
@@ -434,7 +436,7 @@ def _decode_worker(decoders: Sequence[Candidate], demand: Demand, model: CostMod
     return decode, near[decode]
 
 
-def _decode_base_s(candidate: Candidate, demand: Demand, model: CostModel) -> float:
+def _decode_base_s(candidate: WorkersAlike, demand: Demand, model: CostModel) -> float:
     """The cost of decoding at a worker, without the import of KV."""
     _, load, num_local = candidate
     num_lacking = _num_lacking(demand, num_local, model)
@@ -444,13 +446,13 @@ def _decode_base_s(candidate: Candidate, demand: Demand, model: CostModel) -> fl
     return DECODE_HORIZON * step_s * (1 + lacks_room) + _room_s(load, demand, num_local, model)
 
 
-def _import_all_s(decoder: Candidate, demand: Demand, model: CostModel, node: str) -> float:
+def _import_all_s(decoder: WorkersAlike, demand: Demand, model: CostModel, node: str) -> float:
     """Import of all that a decode worker lacks of a prompt that is computed on `node`."""
     return _import_s(decoder.load, demand, decoder.num_local_blocks, _num_blocks(demand, model), model, node)
 
 
 def _transfer_s(
-    prediction: Prediction, load: WorkerLoad, decoder: Candidate, demand: Demand, model: CostModel
+    prediction: PredictedTimes, load: WorkerLoad, decoder: WorkersAlike, demand: Demand, model: CostModel
 ) -> float:
     """Time from the first token until a decode worker has the KV.
 
@@ -494,5 +496,5 @@ def _num_blocks(demand: Demand, model: CostModel) -> int:
     return demand.num_tokens // model.block_size + 1
 
 
-def _first(pair: tuple[float, Candidate]) -> float:
+def _first(pair: tuple[float, WorkersAlike]) -> float:
     return pair[0]

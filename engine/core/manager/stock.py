@@ -3,7 +3,7 @@
 | event | instructions |
 |---|---|
 | blocks sealed | `Export` those that other workers await |
-| segment exported, or read from disk | `Deliver` it to the workers that await one of its blocks, `WriteFile` |
+| segment exported, or read from disk | `DeliverSegment` it to the workers that await one of its blocks, `WriteFile` |
 | worker gone, block evicted or lost, file unread | by `Supply`: `Export`, or `Lost` (the blocks will not come) |
 | blocks without a segment | `Export` for the disk, or out of the pool of a worker that leaves |
 
@@ -17,7 +17,7 @@ from itertools import islice
 
 from raydix.engine.core.manager.block_index import BlockIndex, Segment
 from raydix.engine.core.manager.cache_statistics import CacheStatistics
-from raydix.engine.core.manager.instructions import Deliver, Export, Instruction
+from raydix.engine.core.manager.instructions import DeliverSegment, Export, Instruction
 from raydix.engine.core.manager.segment_store import SegmentStore
 from raydix.engine.core.manager.succession import Offer
 from raydix.engine.core.manager.supply import Supply
@@ -209,7 +209,7 @@ class Stock:
         for segment in segments:
             instructions += self.segments.lease(segment, worker_id)
             if segment.is_in_store:
-                instructions.append(Deliver(worker_id, segment))
+                instructions.append(DeliverSegment(worker_id, segment))
         return segments, [*instructions, *exports]
 
     # From one manager to the next
@@ -249,4 +249,4 @@ class Stock:
 
     def _deliver(self, receivers: Iterable[str], segment: Segment) -> list[Instruction]:
         """Hand a segment to the registered workers among `receivers`."""
-        return [Deliver(receiver, segment) for receiver in sorted(receivers) if receiver in self.pools]
+        return [DeliverSegment(receiver, segment) for receiver in sorted(receivers) if receiver in self.pools]

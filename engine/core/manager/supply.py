@@ -186,7 +186,7 @@ class Supply:
             record = self._blocks.get(block_hash)
             if record is not None:
                 receivers |= record.awaited_by
-                # All that waited get the segment by `Deliver`.
+                # All that waited get the segment by `DeliverSegment`.
                 record.wait_ended(record.awaited_by)
                 self._produced(block_hash, record)
         return receivers

@@ -14,7 +14,7 @@ A replica that still waits for an attempt which the stream calls over has lost e
 
 from collections.abc import Iterable, Sequence
 
-from raydix.engine.core.types import Assignment, Attempt
+from raydix.engine.core.types import Assignment, AttemptName
 
 ORPHAN_S = 2.0
 """Time without its name in its replica's pings after which an attempt runs for nobody. Longer than the time between two
@@ -27,7 +27,7 @@ class Attempts:
     def __init__(self) -> None:
         self._readers: dict[str, tuple[int, str]] = {}
         """Attempt and ingress replica of each request."""
-        self._unnamed_since: dict[Attempt, float] = {}
+        self._unnamed_since: dict[AttemptName, float] = {}
         """Time since which the pings of its replica have not named an attempt."""
 
     def begin(self, assignments: Iterable[Assignment]) -> set[str]:
@@ -59,16 +59,18 @@ class Attempts:
         return replica if known == attempt else None
 
     @property
-    def under_way(self) -> frozenset[Attempt]:
-        return frozenset(Attempt(request_id, attempt) for request_id, (attempt, _) in self._readers.items())
+    def under_way(self) -> frozenset[AttemptName]:
+        return frozenset(AttemptName(request_id, attempt) for request_id, (attempt, _) in self._readers.items())
 
-    def read_by(self, replica: str) -> list[Attempt]:
+    def read_by(self, replica: str) -> list[AttemptName]:
         """The attempts of a replica."""
-        return [Attempt(request_id, attempt) for request_id, (attempt, by) in self._readers.items() if by == replica]
+        return [
+            AttemptName(request_id, attempt) for request_id, (attempt, by) in self._readers.items() if by == replica
+        ]
 
     def compare(
-        self, replica: str, taken: Sequence[Attempt], sent: Iterable[Attempt], now: float
-    ) -> tuple[Sequence[Attempt], Sequence[Attempt]]:
+        self, replica: str, taken: Sequence[AttemptName], sent: Iterable[AttemptName], now: float
+    ) -> tuple[Sequence[AttemptName], Sequence[AttemptName]]:
         """Take a ping; returns the ones of `taken` that are not here, and the orphans. `taken`: attempts known to the
         replica as taken on by this worker; `sent`: others on their way."""
         here, named = dict.fromkeys(self.read_by(replica)), {*taken, *sent}

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 
 from raydix.engine.core.ingress.parsers.events import (
     AnswerEvent,
+    AnswerText,
     ArgumentsPart,
     CallBegins,
     CallEnds,
     CallParser,
     InputPart,
     ReasoningPart,
-    TextPart,
 )
-from raydix.engine.core.ingress.parsers.reasoning import Part, Thinking
+from raydix.engine.core.ingress.parsers.reasoning import ReasoningParser, ReasoningPiece
 
 
 class AnswerParser:
@@ -24,7 +24,7 @@ class AnswerParser:
     def __init__(
         self,
         calls: CallParser | None,
-        reasoning: Thinking | None = None,
+        reasoning: ReasoningParser | None = None,
         *,
         is_single: bool = False,
         has_only_calls: bool = False,
@@ -62,11 +62,11 @@ class AnswerParser:
 
     def finish(self) -> Sequence[AnswerEvent]:
         """End the answer; return the events of its held rest."""
-        rest = Part() if self._reasoning is None else self._reasoning.finish()
+        rest = ReasoningPiece() if self._reasoning is None else self._reasoning.finish()
         events = self._noted(self._of_text(rest.text))
         last = () if self._calls is None else self._noted(self._calls.finish())
         if self._has_only_calls:
-            last = [event for event in last if not isinstance(event, TextPart)]
+            last = [event for event in last if not isinstance(event, AnswerText)]
         return [*self._of_reasoning(rest.reasoning), *events, *last]
 
     def _of_reasoning(self, text: str) -> Sequence[AnswerEvent]:
@@ -75,7 +75,7 @@ class AnswerParser:
     def _of_text(self, text: str) -> Sequence[AnswerEvent]:
         if self._calls is not None:
             return self._calls.push(text)
-        return [TextPart(text)] if text else ()
+        return [AnswerText(text)] if text else ()
 
     def _noted(self, events: Sequence[AnswerEvent]) -> Sequence[AnswerEvent]:
         """Note whole calls; returns the events up to the answer's end."""
@@ -107,7 +107,7 @@ class Call:
         self.input.append(text)
 
 
-class AnswerMessage:
+class AssembledMessage:
     """The message that an answer's events come to, behind a first `text`. `new_id` makes the ids of calls; `custom` are
     the names of tools whose calls have inputs."""
 
@@ -126,7 +126,7 @@ class AnswerMessage:
         """Take the next events."""
         for event in events:
             match event:
-                case TextPart(text):
+                case AnswerText(text):
                     self._parts.append(text)
                 case ReasoningPart(text):
                     self._reasoning.append(text)

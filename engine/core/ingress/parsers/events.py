@@ -8,7 +8,7 @@ WHITESPACE = " \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart:
+class AnswerText:
     """More of the text for the user."""
 
     text: str
@@ -54,7 +54,7 @@ class CallEnds:
     """Text of a call that turned out not to be one, from its beginning up to the fault; None for a whole call."""
 
 
-AnswerEvent: TypeAlias = TextPart | ReasoningPart | CallBegins | ArgumentsPart | InputPart | CallEnds
+AnswerEvent: TypeAlias = AnswerText | ReasoningPart | CallBegins | ArgumentsPart | InputPart | CallEnds
 
 
 class CallParser(Protocol):
@@ -133,7 +133,7 @@ class Collector:
 
     def _flush(self) -> None:
         if self._text:
-            self._events.append(TextPart("".join(self._text)))
+            self._events.append(AnswerText("".join(self._text)))
             self._text.clear()
         if self._arguments:
             self._events.append(ArgumentsPart(self._index, "".join(self._arguments)))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from raydix.engine.core.ingress.parsers.events import WHITESPACE, AnswerEvent, Collector
 from raydix.engine.core.ingress.parsers.json_call import JsonCall
 from raydix.engine.core.ingress.parsers.json_value import Step
-from raydix.engine.core.ingress.parsers.markers import Prefix
+from raydix.engine.core.ingress.parsers.markers import OneOfMarkers
 
 PYTHON_TAG = "<|python_tag|>"
 SEPARATOR = ";"
@@ -28,7 +28,7 @@ class Llama3Calls:
         self._has_called = False
         self._before = ""
         """Text between calls, or the tag before one: text again if no call follows."""
-        self._tag = Prefix(PYTHON_TAG)
+        self._tag = OneOfMarkers(PYTHON_TAG)
         self._call: JsonCall | None = None
 
     def push(self, text: str) -> Sequence[AnswerEvent]:

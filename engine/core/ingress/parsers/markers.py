@@ -28,7 +28,7 @@ class Marker:
         return held
 
 
-class Prefix:
+class OneOfMarkers:
     """Looks whether a text begins with one of some markers, none of which begins another."""
 
     def __init__(self, *markers: str) -> None:

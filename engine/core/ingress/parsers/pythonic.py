@@ -12,7 +12,7 @@ from enum import Enum
 
 from raydix.engine.core.ingress.parsers.events import WHITESPACE, AnswerEvent, Collector
 from raydix.engine.core.ingress.parsers.json_call import MAX_NAME
-from raydix.engine.core.ingress.parsers.markers import Prefix
+from raydix.engine.core.ingress.parsers.markers import OneOfMarkers
 from raydix.engine.core.ingress.parsers.python_literal import json_of
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -38,7 +38,7 @@ class PythonicCalls:
         self._place = _Place.START
         self._raw = ""
         """Text since the last call."""
-        self._tag = Prefix(START, END)
+        self._tag = OneOfMarkers(START, END)
         self._part = ""
         """Name, key or value so far."""
         self._key = ""

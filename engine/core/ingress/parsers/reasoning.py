@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from raydix.engine.core.ingress.parsers.events import WHITESPACE
-from raydix.engine.core.ingress.parsers.markers import Marker, Prefix
+from raydix.engine.core.ingress.parsers.markers import Marker, OneOfMarkers
 
 OPEN, CLOSE = REASONING_TAGS = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReasoningPiece:
     """The next part of an answer: reasoning, and text behind the reasoning."""
 
     reasoning: str = ""
@@ -37,7 +37,7 @@ class _Place(Enum):
     TEXT = "in text, to its end"
 
 
-class Thinking:
+class ReasoningParser:
     """Finds the reasoning at the beginning of an answer, in a text that comes in pieces.
 
     White space around the reasoning and before the text behind it is left out; an answer without reasoning comes out as
@@ -46,7 +46,7 @@ class Thinking:
 
     def __init__(self, *, is_inside: bool = False) -> None:
         self._place = _Place.INSIDE if is_inside else _Place.START
-        self._opening = Prefix(OPEN)
+        self._opening = OneOfMarkers(OPEN)
         self._closing = Marker(CLOSE)
         self._space = ""
         """White space at the end of what has come: of the start, or of reasoning."""
@@ -58,7 +58,7 @@ class Thinking:
         """True in the reasoning."""
         return self._place is _Place.INSIDE
 
-    def push(self, text: str) -> Part:
+    def push(self, text: str) -> ReasoningPiece:
         """Take the next text."""
         if self._place is _Place.START:
             text = self._start(text)
@@ -68,13 +68,13 @@ class Thinking:
         if self._place is _Place.BEHIND:
             text = text.lstrip(WHITESPACE)
             self._place = _Place.TEXT if text else _Place.BEHIND
-        return Part(reasoning, text)
+        return ReasoningPiece(reasoning, text)
 
-    def finish(self) -> Part:
+    def finish(self) -> ReasoningPiece:
         """End the text; return its held rest."""
         if self._place is _Place.START:
-            return Part(text=self._space + self._opening.flush())
-        return Part(reasoning=self._reasoning(self._closing.flush())) if self.is_inside else Part()
+            return ReasoningPiece(text=self._space + self._opening.flush())
+        return ReasoningPiece(reasoning=self._reasoning(self._closing.flush())) if self.is_inside else ReasoningPiece()
 
     def _start(self, text: str) -> str:
         """Look for the opening tag; returns the text behind it, or all of the text if there is none."""

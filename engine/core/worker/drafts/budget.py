@@ -40,7 +40,7 @@ class DecodeStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class DraftCandidate:
     """Tokens of a draft that a step may compute."""
 
     draft: Draft
@@ -57,7 +57,7 @@ def decode_step(costs: WorkerCosts, contexts: Sequence[int]) -> DecodeStep:
     return DecodeStep(len(contexts), max(seconds, 1e-9))
 
 
-def share(candidates: Sequence[Candidate], step: DecodeStep, budget: float) -> list[int]:
+def share(candidates: Sequence[DraftCandidate], step: DecodeStep, budget: float) -> list[int]:
     """The number of tokens to compute of each candidate."""
     counts = [0] * len(candidates)
     num_tokens, seconds, left = float(step.num_decodes), step.seconds, min(budget, MAX_TOKENS)
@@ -80,6 +80,6 @@ def share(candidates: Sequence[Candidate], step: DecodeStep, budget: float) -> l
     return counts
 
 
-def _entry(candidate: Candidate, count: int, index: int) -> tuple[float, int]:
+def _entry(candidate: DraftCandidate, count: int, index: int) -> tuple[float, int]:
     """The heap's entry of a candidate's next token: the best first, the earlier of equally good ones."""
     return -candidate.draft.chances[count] / candidate.cost_s, index

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from raydix.engine.core.types import DraftSource, Stage, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
-from raydix.engine.core.worker.drafts.budget import Candidate, decode_step, share
+from raydix.engine.core.worker.drafts.budget import DraftCandidate, decode_step, share
 from raydix.engine.core.worker.drafts.draft import Draft, DraftCounts
 from raydix.engine.core.worker.order import weigh_contexts
 from raydix.engine.core.worker.request import Request
@@ -48,7 +48,7 @@ class Drafting:
         step = decode_step(costs, [chunk.start + 1 for chunk in decodes])
         drafted = [chunk for chunk in decodes if chunk.request.request_id in by_id]
         candidates = [
-            Candidate(
+            DraftCandidate(
                 draft := by_id[chunk.request.request_id],
                 num_tokens=self._most(chunk.request, len(draft.token_ids)),
                 cost_s=step.cost_s(costs, chunk.start + 1),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from raydix.engine.core.types import DraftSource, SamplingParams
 from raydix.engine.core.worker.drafts.draft import Draft
-from raydix.engine.core.worker.drafts.forms import CERTAIN, Choice, Forms, FormToken
+from raydix.engine.core.worker.drafts.forms import CERTAIN, Forms, FormToken, LikelyToken
 from raydix.engine.core.worker.drafts.guesser import draft_of, is_better
 from raydix.engine.core.worker.request import Request
 
@@ -30,14 +30,14 @@ class Choices:
     def __init__(self) -> None:
         self._counts: OrderedDict[tuple[bytes, bytes], dict[int, float]] = OrderedDict()
 
-    def likeliest(self, salt: bytes, place: bytes) -> Choice | None:
+    def likeliest(self, salt: bytes, place: bytes) -> LikelyToken | None:
         """The token taken most often, of equals the one taken first; None where none was taken yet."""
         counts = self._counts.get((salt, place))
         if counts is None:
             return None
         self._counts.move_to_end((salt, place))
         token_id = max(counts, key=lambda each: counts[each])
-        return Choice(token_id, counts[token_id] / (sum(counts.values()) + DOUBT))
+        return LikelyToken(token_id, counts[token_id] / (sum(counts.values()) + DOUBT))
 
     def took(self, salt: bytes, place: bytes, token_id: int) -> None:
         """Count the token taken in an answer."""
@@ -116,7 +116,7 @@ class FormGuesser:
         if choices is None or is_restricted(request.assignment.sampling):
             return [FormToken(token_id) for token_id in self._forms.forced(request)[:longest]]
 
-        def choose(place: bytes) -> Choice | None:
+        def choose(place: bytes) -> LikelyToken | None:
             return choices.likeliest(salt, place)
 
         walk = self._forms.walk(request, longest, least, choose)

@@ -9,7 +9,7 @@ CERTAIN = 1.0
 """Chance of a forced token."""
 
 
-class Choice(NamedTuple):
+class LikelyToken(NamedTuple):
     """A token of a few, with its chance."""
 
     token_id: int
@@ -27,7 +27,7 @@ class FormToken(NamedTuple):
     """Name of the set of tokens allowed there; empty where the token is forced."""
 
 
-Choose = Callable[[bytes], Choice | None]
+Choose = Callable[[bytes], LikelyToken | None]
 """Chooses the likeliest token at a place; None if it is not known."""
 
 

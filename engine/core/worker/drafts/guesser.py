@@ -15,7 +15,7 @@ from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.drafts.past import Past
 from raydix.engine.core.worker.drafts.suffix import MAX_MATCH
 from raydix.engine.core.worker.drafts.suffixes import OwnTexts, Suffixes, num_wanted
-from raydix.engine.core.worker.drafts.texts import MAX_COMPARED, Text, TextMatch
+from raydix.engine.core.worker.drafts.texts import MAX_COMPARED, DraftText, TextMatch
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
 
@@ -81,10 +81,12 @@ class Guesser:
     def _uses(self, source: DraftSource) -> bool:
         return source in self._limits.sources
 
-    def _all_guesses(self, request: Request, suffixes: Suffixes, siblings: Sequence[Text], least: float) -> list[Draft]:
+    def _all_guesses(
+        self, request: Request, suffixes: Suffixes, siblings: Sequence[DraftText], least: float
+    ) -> list[Draft]:
         """The request's draft from each of its sources, as long as each token may be worth its time."""
         past = self._past.volumes(request.assignment.salt.private)
-        places: list[tuple[DraftSource, TextMatch, Sequence[Text]]] = [
+        places: list[tuple[DraftSource, TextMatch, Sequence[DraftText]]] = [
             (DraftSource.PAST, suffixes.past, past),
             (DraftSource.PAST, suffixes.siblings, siblings),
             *((source, suffixes.matches[source], [volume]) for source, volume in suffixes.volumes.items()),
@@ -106,12 +108,12 @@ class Guesser:
         return draft_of(request, source, index.guess(request.token_ids, len(chances)), chances)
 
 
-def siblings_of(known: Sequence[tuple[Request, Suffixes]]) -> dict[str, list[Text]]:
+def siblings_of(known: Sequence[tuple[Request, Suffixes]]) -> dict[str, list[DraftText]]:
     """Answers under way to the same question as each request's, of the same salt: to another sample of the same
     prompt, or to somebody who asks just then."""
     if len(known) < 2:
         return {}
-    groups: dict[tuple[object, ...], list[tuple[str, Text]]] = {}
+    groups: dict[tuple[object, ...], list[tuple[str, DraftText]]] = {}
     for request, suffixes in known:
         question = request.assignment.salt.private, request.assignment.num_prompt_tokens, suffixes.tail
         groups.setdefault(question, []).append((request.request_id, suffixes.text(request.token_ids)))

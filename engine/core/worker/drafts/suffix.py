@@ -7,10 +7,10 @@ before.
 
 Each token takes O(1) time: an entry for its pair with the token before, and a bounded search where a match has ended.
 
-`Survival` learns, while a request decodes, the chance that a match goes on by one more token. A match of m tokens of
-which d draft tokens were right is a match of m + d, so the chance is learnt by the length of the match alone, and the
-chance of a draft is a product. Each guess counts, computed or not: so what was learnt stays up to date while no draft
-pays.
+`SourceRecord` learns, while a request decodes, the chance that a match goes on by one more token. A match of m tokens
+of which d draft tokens were right is a match of m + d, so the chance is learnt by the length of the match alone, and
+the chance of a draft is a product. Each guess counts, computed or not: so what was learnt stays up to date while no
+draft pays.
 """
 
 from array import array
@@ -30,7 +30,7 @@ CLASSES = tuple(sum(length >= bound for bound in BOUNDS) for length in range(BOU
 """The class of each length; longer matches have the last one's."""
 
 
-class Survival:
+class SourceRecord:
     """What one request has shown of one source."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class SuffixIndex:
             self.places.append(token_ids, position)
         self._search(token_ids)
 
-    def follow(self, token_ids: Sequence[int], survival: Survival) -> None:
+    def follow(self, token_ids: Sequence[int], survival: SourceRecord) -> None:
         """Index the tokens that have come since, and tell of each guess whether it was right."""
         for position in range(len(self.places), len(token_ids)):
             if self.length:

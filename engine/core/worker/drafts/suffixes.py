@@ -8,7 +8,7 @@ finds it already.
 from collections.abc import Mapping, Sequence
 
 from raydix.engine.core.types import DraftSource
-from raydix.engine.core.worker.drafts.suffix import MAX_MATCH, SuffixIndex, Survival
+from raydix.engine.core.worker.drafts.suffix import MAX_MATCH, SourceRecord, SuffixIndex
 from raydix.engine.core.worker.drafts.texts import RunningText, TextMatch, Volume
 
 OwnTexts = Mapping[DraftSource, Sequence[Sequence[int]]]
@@ -22,7 +22,7 @@ class Suffixes:
         """`num_known`: the request's tokens when decoding begins, indexed without a comparison of guesses. `prompt`:
         at least its last tokens, needed where there are `own_texts`."""
         self.index = SuffixIndex()
-        self.survivals = {source: Survival() for source in DraftSource}
+        self.survivals = {source: SourceRecord() for source in DraftSource}
         self.volumes: dict[DraftSource, Volume] = {}
         """The request's own texts."""
         for source, texts in (own_texts or {}).items():

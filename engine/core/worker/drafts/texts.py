@@ -7,7 +7,7 @@ no guess goes beyond.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from raydix.engine.core.worker.drafts.suffix import MAX_MATCH, MIN_MATCH, Places, Survival
+from raydix.engine.core.worker.drafts.suffix import MAX_MATCH, MIN_MATCH, Places, SourceRecord
 
 END = -1
 """Mark in place of a token: the end of an answer in a text of several."""
@@ -16,7 +16,7 @@ MAX_COMPARED = 64
 tokens count, and the others are indexed as a prompt is."""
 
 
-class Text(Protocol):
+class DraftText(Protocol):
     """Tokens, and the places of the first ones."""
 
     @property
@@ -73,13 +73,13 @@ class TextMatch:
     def __init__(self) -> None:
         self.length = 0
         """Tokens of the match; 0 without one."""
-        self._text: Text | None = None
+        self._text: DraftText | None = None
         self._next = 0
         """Position behind the match in its text: the guess."""
         self._num_compared = 0
         """Tokens of the request already seen."""
 
-    def follow(self, texts: Sequence[Text], token_ids: Sequence[int], survival: Survival) -> None:
+    def follow(self, texts: Sequence[DraftText], token_ids: Sequence[int], survival: SourceRecord) -> None:
         """Compare the request's new tokens with the guesses, and look for a match if there is none. Of two texts the
         later one counts first."""
         if len(token_ids) - self._num_compared > MAX_COMPARED:
@@ -99,7 +99,7 @@ class TextMatch:
             return []
         return up_to_end(self._text.token_ids[self._next : self._next + count])
 
-    def _compare(self, text: Text, token_id: int, survival: Survival) -> None:
+    def _compare(self, text: DraftText, token_id: int, survival: SourceRecord) -> None:
         if not self.length:
             return
         if self._next >= len(text.token_ids):  # it grows more slowly than the request, or was cleared
@@ -111,7 +111,7 @@ class TextMatch:
         self.length = min(self.length + 1, MAX_MATCH) if guess == token_id else 0
         self._next += 1
 
-    def _search(self, texts: Sequence[Text], tail: Sequence[int]) -> None:
+    def _search(self, texts: Sequence[DraftText], tail: Sequence[int]) -> None:
         """Find the longest match, the latest of equally long ones."""
         for text in reversed(texts):
             place = text.places.latest(tail[-MIN_MATCH:])
