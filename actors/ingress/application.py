@@ -11,6 +11,7 @@ from starlette.routing import Match
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Scope
 
+from raydix.actors.ingress.allowance import AllowanceHeaders
 from raydix.actors.ingress.compression import Compression
 from raydix.actors.ingress.cross_origin import CrossOrigin
 from raydix.actors.ingress.http import (
@@ -89,6 +90,7 @@ def application(of: Replica) -> Starlette:
         now: Replica = app.state.replica
         return now.recorder
 
+    app.add_middleware(AllowanceHeaders)
     app.add_middleware(Recording, recorder=recorder)
     app.add_middleware(CrossOrigin, allowed=allowed_origins)
     app.add_middleware(Compression)

@@ -7,10 +7,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raydix.actors.ingress.http import IGNORED_HEADER
+from raydix.engine.api.anthropic.errors import ANTHROPIC
 from raydix.engine.api.guards import is_allowed_origin
+from raydix.engine.api.wire import OPENAI
+from raydix.engine.core.ingress.room import Allowance
 
 METHODS = ("GET", "POST", "DELETE")
-SHOWN_HEADERS = ("retry-after", IGNORED_HEADER)
+SHOWN_HEADERS = (
+    "retry-after",
+    IGNORED_HEADER,
+    *(name for wire in (OPENAI, ANTHROPIC) for name in wire.allowance(Allowance(0, 0), 0.0)),
+)
 """Headers of responses for pages to read, besides the usual ones."""
 
 

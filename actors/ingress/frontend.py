@@ -22,7 +22,7 @@ from raydix.engine.api.responses import Json, model_object
 from raydix.engine.api.spec import Api
 from raydix.engine.core.errors import RaydixError, ServiceError
 from raydix.engine.core.ingress.answer_room import AnswerRoom, Claim
-from raydix.engine.core.ingress.room import Room
+from raydix.engine.core.ingress.room import Allowance, Room
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
 from raydix.engine.core.tenants import Tenant, Tenants
 from raydix.engine.serving.accounting import BATCH, Accounting, internal_error
@@ -137,6 +137,10 @@ class Frontend:
             self._reader.check_model(name)
         model = self._model
         return model_object(model.name, created=model.created, max_model_len=model.max_model_len)
+
+    def allowance(self, tenant: Tenant) -> Allowance:
+        """Limit of the tenant's requests under way, and what is left of it."""
+        return self._room.allowance(tenant)
 
     def load(self, tenant: Tenant) -> int:
         """Number of the tenant's answers under way; of all tenants' for an administrator."""

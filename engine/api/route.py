@@ -99,6 +99,11 @@ class Route:
         return [match[1] for match in _IN_PATH.finditer(self.path)]
 
     @property
+    def has_limit(self) -> bool:
+        """True if a request counts among its tenant's requests under way."""
+        return self.is_answer or self.parse is not None
+
+    @property
     def is_batchable(self) -> bool:
         """True if the lines of a batch may be bodies of the route."""
         return self.path in ENDPOINTS

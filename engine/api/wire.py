@@ -9,6 +9,7 @@ from raydix.engine.api.response_models import ErrorResponse
 from raydix.engine.api.responses import error_body
 from raydix.engine.api.stream import error_event
 from raydix.engine.core.errors import RaydixError
+from raydix.engine.core.ingress.room import RETRY_AFTER_S, Allowance
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class WireFormat:
     """Sent in a stream when there is nothing else to send for a while; clients ignore it."""
     error: type[BaseModel]
     """Model of an error response."""
+    allowance: Callable[[Allowance, float], Mapping[str, str]]
+    """Headers with the limit of requests under way and what is left of it, at a time in seconds since 1970."""
     statuses: Mapping[int, int] = field(default_factory=dict)
     """HTTP status by the status of an error, where the two differ."""
 
@@ -31,4 +34,19 @@ class WireFormat:
         return self.statuses.get(error.status, error.status)
 
 
-OPENAI = WireFormat(error_body, error_event, b": waiting\n\n", ErrorResponse)
+def reset_s(allowance: Allowance) -> int:
+    """Seconds until a client may count on more room; 0 where all of it is left. Requests end when they end: a later
+    time would keep clients waiting for nothing."""
+    return RETRY_AFTER_S if allowance.remaining < allowance.limit else 0
+
+
+def allowance_headers(allowance: Allowance, now: float) -> Mapping[str, str]:
+    """OpenAI's headers of a limit of requests."""
+    return {
+        "x-ratelimit-limit-requests": str(allowance.limit),
+        "x-ratelimit-remaining-requests": str(allowance.remaining),
+        "x-ratelimit-reset-requests": f"{reset_s(allowance)}s",
+    }
+
+
+OPENAI = WireFormat(error_body, error_event, b": waiting\n\n", ErrorResponse, allowance_headers)

@@ -51,6 +51,11 @@ class Shares:
         short."""
         return max(self._used, key=lambda tenant: (self._used[tenant] / self.weight(tenant), tenant))
 
+    def left(self, tenant: str, size: int) -> int:
+        """Number of `size` places that a tenant may still take at once, by the rule of `may_take`."""
+        free, used = size - self.total, self.used(tenant)
+        return max(0, free if used == 0 else (free - used) // 2)
+
     def may_take(self, tenant: str, count: int, size: int) -> bool:
         """True if a tenant may take `count` more of `size` places, each of which it keeps as long as it likes.
 
@@ -59,8 +64,7 @@ class Shares:
         of the places, two get a third each. The first ones of a tenant are let in while there are so many. Weights do
         not matter here.
         """
-        free, used = size - self.total, self.used(tenant)
-        return count <= free and (used == 0 or used + count <= free - count)
+        return count <= self.left(tenant, size)
 
 
 def weights_of(tenants: Iterable[Tenant]) -> dict[str, float]:

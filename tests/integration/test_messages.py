@@ -131,3 +131,14 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
 def test_a_model_without_reasoning_keeps_any_limit_of_it(client: anthropic.Anthropic) -> None:
     message = ask(client, thinking={"type": "enabled", "budget_tokens": 1024})
     assert [block.type for block in message.content] == ["text"]
+
+
+def test_replies_say_how_many_more_requests_there_may_be(client: anthropic.Anthropic, server: Server) -> None:
+    create: Any = client.messages.with_raw_response.create
+    reply = create(model=MODEL, max_tokens=8, messages=QUESTION, extra_body=GREEDY)
+    limit, remaining = (int(reply.headers[f"anthropic-ratelimit-requests-{name}"]) for name in ("limit", "remaining"))
+    assert 0 < remaining <= limit
+    status, headers, _ = server.request("POST", "/v1/chat/completions", {"messages": QUESTION, "max_tokens": 8})
+    names = {name.lower() for name in headers}
+    assert status == 200 and "x-ratelimit-remaining-requests" in names
+    assert not [name for name in names if name.startswith("anthropic")]

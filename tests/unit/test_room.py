@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from raydix.engine.core.errors import OverloadedError, RequestError
-from raydix.engine.core.ingress.room import Permit, Room
-from raydix.engine.core.tenants import Tenant
+from raydix.engine.core.ingress.room import Allowance, Permit, Room
+from raydix.engine.core.tenants import Tenant, Tenants
 
 ANYONE = Tenant("anyone")
 
@@ -112,3 +112,35 @@ def test_a_lower_limit_leaves_those_who_are_in(room: Room) -> None:
         room.acquire(2, ANYONE)
     room.limit(5)
     assert has_room(room, 5)
+
+
+def test_what_is_left_is_what_could_be_acquired() -> None:
+    """For one tenant and for several, whatever others hold, up to the tenant's own limit."""
+    limited = Tenant("limited", max_requests=3)
+    others = [Tenant(name) for name in ("a", "b")]
+    chance = random.Random(7)
+    for tenants in (None, Tenants([limited, *others])):
+        room = Room(8, tenants)
+        held: list[Permit] = []
+        for _ in range(300):
+            tenant = chance.choice([limited, *others])
+            allowance = room.allowance(tenant)
+            assert allowance.limit == room.most(tenant)
+            assert allowance.remaining == max(
+                (n for n in range(1, allowance.limit + 1) if has_room(room, n, tenant)), default=0
+            )
+            if chance.random() < 0.6 and allowance.remaining:
+                held += room.acquire(chance.randint(1, allowance.remaining), tenant)
+            elif held:
+                held.pop(chance.randrange(len(held))).release()
+        for permit in held:
+            permit.release()
+
+
+def test_a_lowered_limit_leaves_nothing() -> None:
+    room = Room(3)
+    permits = room.acquire(3, ANYONE)
+    room.limit(1)
+    assert room.allowance(ANYONE) == Allowance(1, 0)
+    for permit in permits:
+        permit.release()

@@ -1,11 +1,15 @@
-"""Errors in Anthropic's form, with Anthropic's statuses."""
+"""Errors in Anthropic's form, with Anthropic's statuses, and the headers of limits."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
 
 import orjson
 
 from raydix.engine.api.answers import named_event
 from raydix.engine.api.anthropic.response_models import MessageError
-from raydix.engine.api.wire import WireFormat
+from raydix.engine.api.wire import WireFormat, reset_s
 from raydix.engine.core.errors import ContextLengthError, RaydixError
+from raydix.engine.core.ingress.room import Allowance
 
 _STATUSES = {503: 529}
 """A server that cannot serve now is overloaded in Anthropic's words, and clients try again."""
@@ -44,5 +48,15 @@ def error_event(error: RaydixError) -> bytes:
     return named_event("error", error_body(error))
 
 
+def allowance_headers(allowance: Allowance, now: float) -> Mapping[str, str]:
+    """Anthropic's headers of a limit of requests."""
+    reset_at = datetime.fromtimestamp(now + reset_s(allowance), UTC)
+    return {
+        "anthropic-ratelimit-requests-limit": str(allowance.limit),
+        "anthropic-ratelimit-requests-remaining": str(allowance.remaining),
+        "anthropic-ratelimit-requests-reset": reset_at.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
 PING = named_event("ping", b'{"type":"ping"}')
-ANTHROPIC = WireFormat(error_body, error_event, PING, MessageError, _STATUSES)
+ANTHROPIC = WireFormat(error_body, error_event, PING, MessageError, allowance_headers, _STATUSES)

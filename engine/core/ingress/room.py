@@ -15,6 +15,19 @@ from raydix.engine.core.errors import OverloadedError, RequestError
 from raydix.engine.core.shares import Shares
 from raydix.engine.core.tenants import Tenant, Tenants
 
+RETRY_AFTER_S = 1
+"""Time after which a refused client may try again: the room is full until some other request ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """Permits of one tenant at a moment."""
+
+    limit: int
+    """Most that it may hold."""
+    remaining: int
+    """Those that it could acquire at once."""
+
 
 @dataclass(slots=True, eq=False)
 class Permit:
@@ -66,6 +79,14 @@ class Room:
         """Permits that a tenant may hold at most."""
         return min(self.max_requests, tenant.max_requests or self.max_requests)
 
+    def allowance(self, tenant: Tenant) -> Allowance:
+        """Limit and remaining permits of a tenant, as `acquire` counts them."""
+        left = max(0, self.max_requests - self.num_held)
+        if self._tenants is not None and self._tenants.are_several:
+            left = self._held.left(tenant.name, self.max_requests)
+        most = self.most(tenant)
+        return Allowance(most, max(0, min(left, most - self.held_by(tenant))))
+
     def acquire(self, count: int, tenant: Tenant) -> list[Permit]:
         """Return `count` permits, which the caller owns.
 
@@ -103,7 +124,7 @@ class Room:
         if self.num_held + count > self.max_requests:
             raise OverloadedError(
                 f"{self.num_held} requests are under way and at most {self.max_requests} are accepted; try again later",
-                retry_after_s=1,
+                retry_after_s=RETRY_AFTER_S,
             )
 
         num_own = self._held.used(tenant.name)
@@ -112,7 +133,7 @@ class Room:
             raise OverloadedError(
                 f"{num_own} requests of '{tenant.name}' are under way, and the room that is left is for others; try "
                 "again later",
-                retry_after_s=1,
+                retry_after_s=RETRY_AFTER_S,
             )
 
         if tenant.max_requests is None:
@@ -121,5 +142,5 @@ class Room:
             raise OverloadedError(
                 f"{num_own} requests of '{tenant.name}' are under way and at most {tenant.max_requests} are "
                 "accepted; try again later",
-                retry_after_s=1,
+                retry_after_s=RETRY_AFTER_S,
             )
