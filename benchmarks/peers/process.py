@@ -1,4 +1,4 @@
-"""Processes of engines and grammar libraries: started, asked in JSON lines, and ended."""
+"""Processes of engines: started, asked in JSON lines, and ended."""
 
 import json
 import os

