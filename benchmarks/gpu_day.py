@@ -217,11 +217,11 @@ def _prompts(count: int, length: int, seed: int) -> list[list[int]]:
 async def _answer(session: aiohttp.ClientSession, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
     """The tokens of a greedy answer, in full length."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    async with session.post("/generate", json=body) as response:
+    async with session.post("/v1/completions", json=body) as response:
         content = await response.json()
         if response.status != 200:
             raise StageError(f"a request was answered {response.status}: {content}")
-    return tuple(content["token_ids"])
+    return tuple(content["choices"][0]["token_ids"])
 
 
 STAGES = (

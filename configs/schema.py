@@ -57,8 +57,9 @@ class ModelSection(Section):
         "raydix serve lowers to what the memory holds.",
     )
     deterministic: Annotated[bool, Effect.INGRESS_AND_WORKERS] = Field(
-        default=False,
-        description="On a GPU: the same bits whatever the batch, from slower products and attention.",
+        default=True,
+        description="On a GPU: the same bits whatever the batch, which drafts need. false: products of cuBLAS, and "
+        "attention that suits the batch, whose last bits may depend on it; a little faster on Hopper.",
     )
     special_tokens_in_messages: Annotated[bool, Effect.INGRESS] = Field(
         default=False,
@@ -187,8 +188,8 @@ class SpeculationSection(Section):
     mode: Annotated[Literal["auto", "off"], BeforeValidator(_word_of), Effect.EVERYTHING] = Field(
         default="auto",
         description="auto: drafts from `sources`, as far as they make decoding quicker, where a row's "
-        "bits do not depend on the number of rows: in bfloat16 on CPUs with our own product, and on GPUs with "
-        "model.deterministic. off: none.",
+        "bits do not depend on the number of rows: in bfloat16 on CPUs with our own product, and on GPUs unless "
+        "model.deterministic is false. off: none.",
     )
     sources: Annotated[tuple[DraftSource, ...], Effect.EVERYTHING] = Field(
         default=tuple(DraftSource),

@@ -59,7 +59,7 @@ class EngineSettings:
     eviction: EvictionPolicy = EvictionPolicy.ADAPTIVE
     tenants: tuple[Tenant, ...] = ()
     """Tenants with shares of the pool."""
-    deterministic: bool = False
+    deterministic: bool = True
     """True for the same bits on a GPU whatever the batch, as a CPU gives in bfloat16 anyway."""
     quantization: Quantization | None = None
     device_share: float = 1.0

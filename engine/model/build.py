@@ -98,7 +98,7 @@ def make_drafter(decoder: Decoder, limits: DraftLimits | None, grammars: Grammar
     if limits is None:
         return None
     if not decoder.has_independent_rows:
-        hint = "; with model.deterministic they do not" if decoder.device.type == "cuda" else ""
+        hint = "; where model.deterministic is true they do not" if decoder.device.type == "cuda" else ""
         logger.info("no drafts: the bits of a row of this model here depend on the number of rows%s", hint)
         return None
     return Drafter(limits, grammars)

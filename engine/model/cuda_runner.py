@@ -31,7 +31,7 @@ from raydix.engine.model.runner import ModelRunner, made_up_step
 MAX_ROWS = 512
 MIN_TOKENS = 1024
 MAX_TOKENS = 1 << 24
-"""Rows times context of one graph: bounds the intermediate results between attention's two kernels."""
+"""Rows times context of one graph: bounds its block tables, and the splits that attention's kernels are started for."""
 FIELDS = 4
 PADDING = (0, 0, -1, 1)
 

@@ -44,7 +44,7 @@ def identify(
     block_size: int,
     max_model_len: int | None = None,
     quantization: Quantization | None = None,
-    deterministic: bool = False,
+    deterministic: bool = True,
 ) -> ModelIdentity:
     """Identify the model named by `source` (`resolve_model`).
 
@@ -55,7 +55,7 @@ def identify(
     config = read_config(folder)
 
     # Without a model no products are computed, so none are named.
-    products = f"{quantization or 'computed'}{'-deterministic' if deterministic else ''}"
+    products = f"{quantization or 'computed'}{'' if deterministic else '-fast'}"
     made_by = "" if computes_nothing(source) else products
     of_model = fingerprint(folder, dtype, has_weights=not source.startswith(SCRIPTED))
     max_len = model_len(config, max_model_len)
