@@ -62,7 +62,7 @@ class Figures:
     heavy_p90_ms: float = 0.0
     computed_tokens_per_s: float = 0.0
     light_share: float = 0.0
-    """Of the computed tokens."""
+    """Share of the computed tokens."""
     refused: dict[str, int] = field(default_factory=dict)
     preempted: int = 0
 
@@ -184,7 +184,7 @@ class Simulation:
 
 
 def _quantile(values: Sequence[float], part: float) -> float:
-    """In milliseconds; 0 without values."""
+    """A quantile of values in seconds, in milliseconds; 0 without values."""
     return round(1000 * sorted(values)[int(part * (len(values) - 1))], 1) if values else 0.0
 
 

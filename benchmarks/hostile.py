@@ -82,7 +82,7 @@ class Outcome:
     memory_peak: float
     """The most while a crowd's requests ran."""
     memory_after: float
-    """Of both processes and their children."""
+    """Memory of both processes and their children."""
 
     @property
     def growth_s(self) -> float:
@@ -248,7 +248,7 @@ class Way:
         return sum(map(resident, self.processes()))
 
     def memories(self) -> dict[str, int]:
-        """The same of each process."""
+        """Resident memory of each process and its children, in MiB."""
         names = {self.worker.pid: "worker", self.ingress.pid: "ingress"}
         return {names[each.pid]: round(resident(each)) for each in self.processes()}
 

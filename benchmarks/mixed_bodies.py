@@ -176,7 +176,7 @@ def as_collected(answer: Mapping[str, Any]) -> Any:
 
 
 def _listed(logprobs: Mapping[str, Any]) -> list[Any]:
-    """One entry per token."""
+    """The log-probabilities of an answer, an entry for each token."""
     if "content" in logprobs:
         return list(logprobs["content"] or ())
     return list(

@@ -113,7 +113,7 @@ class Chats:
 
 
 def summary(rates: Sequence[float], turns: Sequence[Turn]) -> dict[str, float]:
-    """Of one way to answer, over all rounds."""
+    """Figures of one way to answer, over all rounds."""
     differing = [turn for turn in turns if turn.differs]
     return {
         "tokens_per_s": statistics.median(rates),

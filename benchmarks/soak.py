@@ -70,7 +70,7 @@ class Sample:
 
     at_s: float
     processes: dict[str, Process]
-    """By name and process id."""
+    """Processes by name and process id."""
     log_mib: float
     cache: Mapping[str, Any]
     """What `/v1/cache` says of blocks, segments and stores."""

@@ -94,7 +94,7 @@ async def tokens_per_s(port: int, num_streams: int, num_tokens: int) -> float:
 
 
 async def first_token_ms(port: int) -> dict[str, float]:
-    """Of one request at a time."""
+    """Latency of one request at a time."""
     taken = []
     for _ in range(NUM_FIRST_TOKENS):
         done = await stream(port, 1)

@@ -64,7 +64,7 @@ class Watch:
         """Seconds since the epoch."""
         self._foreign: set[tuple[int, float]] = set()
         self.seen: dict[tuple[int, float], Seen] = {}
-        """By process id and start."""
+        """Processes by process id and start."""
         self.alive: set[tuple[int, float]] = set()
 
     def look(self, *, memory: bool = False) -> None:

@@ -40,7 +40,7 @@ class TenantLoad:
     """What one load of both tenants came to."""
 
     first_token_ms: list[float] = field(default_factory=list)
-    """Of the light tenant's requests."""
+    """Times to the first token of the light tenant's requests."""
     num_tokens: int = 0
     """Tokens of prompts and answers of both, of answers that ended."""
 

@@ -48,7 +48,7 @@ TOKEN_IDS = range(100, 40_000)
 GOAL = 0.01
 GOAL_US = 8.0
 Seconds = dict[str, float]
-"""Of the steps of a kind, by the clock; and of CPU time, of all of them."""
+"""Seconds of the steps of a kind by the clock, and CPU seconds of all of them."""
 
 
 class NoStore:
@@ -118,7 +118,7 @@ def bookkeeping(rounds: int = 9, prompts: int = 200) -> dict[str, float]:
 
 
 def throughput(folder: Path, rounds: int) -> dict[str, dict[str, Any]]:
-    """Of prefilling and of decoding: the time with the cache over the time without."""
+    """Ratios of prefilling and of decoding: the time with the cache over the time without."""
     decoder = Decoder.from_folder(folder, torch.bfloat16, "cpu", MAX_LEN)
     limits = SchedulerLimits(512, 64)
     engines: dict[str, Engine] = {}

@@ -45,7 +45,7 @@ COLOURS = {
     "diverged": "yellow",
     "reasoning_left_out": "yellow",
 }
-"""Of sources; the others were computed."""
+"""Colours of sources; other tokens were computed."""
 COMPUTED = "dark_orange"
 
 

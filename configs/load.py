@@ -1,4 +1,4 @@
-"""From a YAML file to a `Config`, with errors that a person can act on."""
+"""Makes a `Config` of a YAML file, with errors that a person can act on."""
 
 import difflib
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""From the configuration to the engine's settings, and to those of the manager and the tenants."""
+"""Makes settings of the engine, the manager and the tenants from a configuration."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""One request from its bytes to its answer, for the HTTP routes and the Python handle.
+"""Follows a request from its bytes to its answer, for the HTTP routes and the Python handle.
 
 A request goes down once, through `Preparation`, and its answer comes up once, through `OutputProcessor` and
 `Rendering`; `Accounting` sees its end. `raydix.actors.ingress.build` puts these together.

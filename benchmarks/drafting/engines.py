@@ -110,7 +110,7 @@ class Timed:
 
     @property
     def seconds(self) -> float:
-        """From the first token to the last."""
+        """Time from the first token to the last."""
         return self.times[-1] - self.times[0]
 
 

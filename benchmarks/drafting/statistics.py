@@ -19,7 +19,7 @@ class Turn:
 
     tokens: int
     seconds: float
-    """From the first question to the last token."""
+    """Time from the first question to the last token."""
     decode_tokens: int
     """Tokens behind the first of each answer."""
     decode_s: float

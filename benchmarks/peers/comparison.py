@@ -110,7 +110,7 @@ class Contender:
     agrees: int
     """Leading greedy tokens, of `CHECK_TOKENS`, that equal raydix's."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """By case, one for each round."""
+    """Seconds of each case, one for each round."""
 
     @property
     def peer(self) -> Peer:

@@ -86,7 +86,7 @@ def belady(trace: Sequence[TraceRequest], capacity: int) -> float:
 
 
 def _next_uses(trace: Sequence[TraceRequest]) -> list[list[int]]:
-    """For each request and block the number of the next request that has the block."""
+    """The number of the next request that has the block, for each request and block."""
     seen: dict[BlockHash, int] = {}
     uses = []
     for number in range(len(trace) - 1, -1, -1):

@@ -18,7 +18,7 @@ from raydix.engine.core.objectives import Objectives
 from raydix.engine.core.types import Role
 
 START_S = 30.0
-"""From the order to start a worker until it takes requests: loading a model, not waiting for a machine."""
+"""Time from the order to start a worker until it takes requests: loading a model, not waiting for a machine."""
 
 
 class Fleet(ABC):

@@ -57,7 +57,7 @@ class Rule:
 
 
 class RoundRobin(Rule):
-    """In turn."""
+    """Takes the workers in turn."""
 
     def choose(self, job: Job, workers: Sequence[ReplayWorker]) -> str:
         return workers[job.number % len(workers)].worker_id

@@ -56,7 +56,7 @@ def _heavy_tailed(random: Random) -> float:
 
 
 def _loop(random: Random) -> Iterator[_Use]:
-    """The same 400 documents of 8 blocks, over and over in the same order."""
+    """A loop: 400 documents of 8 blocks, over and over in the same order."""
     return ((float(number), _document(number % 400)) for number in range(NUM_REQUESTS))
 
 

@@ -24,9 +24,9 @@ class TraceRequest:
     """One request of a trace."""
 
     arrival_s: float
-    """Since the first request."""
+    """Seconds since the first request."""
     hashes: tuple[BlockHash, ...]
-    """One per block of the prompt, the partial last one included."""
+    """Hashes of the blocks of the prompt, the partial last one included."""
     num_prompt_tokens: int
     num_output_tokens: int
 

@@ -1,4 +1,4 @@
-"""From token events to the visible text of one choice: without half characters, cut at stop strings."""
+"""Makes the visible text of one choice of its token events: without half characters, cut at stop strings."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace

@@ -65,7 +65,7 @@ class PromptMark:
 
 @dataclass(frozen=True, slots=True)
 class ResponseTurn:
-    """The part of a request of OpenAI's Responses API that makes a conversation of stored responses."""
+    """Part of a request of OpenAI's Responses API that makes a conversation of stored responses."""
 
     previous: str | None
     """Id of the response to go on from."""

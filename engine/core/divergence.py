@@ -58,13 +58,13 @@ class PromptPart:
 
     kind: PartKind
     digest: bytes
-    """Of everything, reasoning too."""
+    """Digest of everything, reasoning too."""
     plain: bytes
-    """Of everything but reasoning."""
+    """Digest of everything but reasoning."""
 
     @classmethod
     def of(cls, kind: PartKind, text: str, reasoning: str = "") -> "PromptPart":
-        """The part with this text, and with this reasoning beside the text."""
+        """Make the part with this text, and with this reasoning beside the text."""
         plain = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES)
         whole = plain.copy()
         whole.update(b"\0" + reasoning.encode("utf-8", "surrogatepass"))
@@ -93,11 +93,11 @@ class Divergence:
 
     reason: Reason
     token_index: int
-    """Of the first other token."""
+    """Number of the first token that differs."""
     part: PartKind | None = None
-    """Of the first other part; None where all parts are the same."""
+    """Kind of the first part that differs; None where all parts are the same."""
     part_index: int | None = None
-    """Among the parts of its kind."""
+    """Number of that part among the parts of its kind."""
     before: str = ""
     """Text of both prompts before the place."""
     previous: str = ""

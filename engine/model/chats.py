@@ -1,4 +1,4 @@
-"""From the messages of a chat to the ids of its prompt, and to the ids with which the next turn's prompt will begin."""
+"""Makes the ids of a chat's prompt from its messages, and the ids with which the next turn's prompt will begin."""
 
 import json
 import re

@@ -67,8 +67,8 @@ class ExpertsConfig:
     has_bias: bool = False
     """The router and each projection have one."""
     stored: Literal["plain", "transposed", "mxfp4"] = "plain"
-    """As in gpt-oss unless plain: all experts are one tensor, the rows of gate and up alternate, and weights are
-    [num_experts, columns, rows], or in MXFP4 blocks of 32 columns with one scale."""
+    """Layout of the experts' weights, gpt-oss's unless plain: all experts are one tensor, the rows of gate and up
+    alternate, and weights are [num_experts, columns, rows], or in MXFP4 blocks of 32 columns with one scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ class DraftedPlace:
 
 @dataclass(frozen=True, slots=True)
 class LedPlace:
-    """The part of a place that lies in the answer's lead, and the job for the part that lies in the grammar."""
+    """A place split into the part that lies in the answer's lead, and the job for the part that lies in the grammar."""
 
     masks: tuple[Mask, ...]
     """Masks of the lead for the first rows of the place; a row that the job has a mask for, too, allows the tokens of

@@ -1,4 +1,4 @@
-"""From hidden states to a prompt's pooled one: sums in float64, row after row
+"""Pools a prompt's hidden states to one: sums in float64, row after row
 (`raydix.engine.core.worker.prompt_results`)."""
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""From logits to sampled or scored tokens: gathers the rows' parameters and calls the sampling kernel."""
+"""Samples or scores tokens by their logits: gathers the rows' parameters and calls the sampling kernel."""
 
 from array import array
 from collections import Counter

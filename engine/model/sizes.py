@@ -15,7 +15,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCORED_ROWS = 128
 """Rows whose logits are held at once when prompts are scored."""
 LOGITS_BYTES = 3 * 4
-"""Of one logit while rows are sampled: in float32, adjusted, and for a ranking."""
+"""Bytes of one logit while rows are sampled: in float32, adjusted, and for a ranking."""
 BLOCKS, SCALES = "_blocks", "_scales"
 """Endings of the two tensors of a weight in MXFP4: two numbers to a byte, and exponents."""
 MXFP4_COLUMNS = 32
@@ -94,7 +94,7 @@ def _expert_shapes(experts: ExpertsConfig, hidden: int) -> dict[str, tuple[int, 
 
 
 def _stored_shapes(experts: ExpertsConfig, hidden: int) -> dict[str, tuple[int, ...]]:
-    """As `_expert_shapes`, of gpt-oss: one tensor of all experts for each weight, and one for each bias."""
+    """Shapes of gpt-oss's experts: one tensor of all experts for each weight, and one for each bias."""
     num, inner = experts.num_experts, experts.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {f"{experts.router}.weight": (num, hidden), f"{experts.router}.bias": (num,)}
     for name, rows, columns in ((experts.up, 2 * inner, hidden), (experts.down, hidden, inner)):

@@ -1,4 +1,4 @@
-"""From an operator's name for a model to a folder with the model in it.
+"""Finds the folder of the model that an operator's name stands for.
 
 A model is named by one of:
 

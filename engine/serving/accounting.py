@@ -29,7 +29,7 @@ class FinishedRequest:
     tenant: str
     """A configured name, so there are few."""
     outcome: str
-    """One of `raydix.actors.metrics.OUTCOMES`."""
+    """The outcome, one of `raydix.actors.metrics.OUTCOMES`."""
     num_prompt: int
     num_generated: int
     hits: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""From text to the answers of APIs that have one choice, whole and as streams (`raydix.engine.api.answers`)."""
+"""Renders text as the answers of APIs that have one choice, whole and as streams (`raydix.engine.api.answers`)."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing

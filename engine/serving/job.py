@@ -1,4 +1,4 @@
-"""One client's request under way: its choices, and the tokens and text that each has so far."""
+"""A client's request under way: its choices, and the tokens and text that each has so far."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -164,9 +164,9 @@ class Job:
     event_ids: EventIds | None = None
     """Ids of the stream's events, if the request asks for ids."""
     run: Run | None = None
-    """Of a response in the background: all that is needed to generate it again."""
+    """All that is needed to generate a response in the background again; None for other requests."""
     claim: Claim | None = None
-    """Of a response in the background, which its answer is to end."""
+    """The response in the background that the answer is to end; None for other requests."""
     is_repeated: bool = False
     """The answer was or is generated elsewhere, too: this job is for a reader of its stream, and keeps nothing."""
     num_had_events: int = 0

@@ -1,4 +1,4 @@
-"""From generations to text: follows the tokens of a job's choices, and sees to the end of each."""
+"""Makes text of generations: follows the tokens of a job's choices, and sees to the end of each."""
 
 import asyncio
 import time

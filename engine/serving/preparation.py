@@ -1,4 +1,4 @@
-"""From a request to its generations, straight down: validate, tokenize, reserve room.
+"""Prepares the generations of a request, straight down: validate, tokenize, reserve room.
 
 A request counts against the limits from its arrival on. Preparation makes one `Generation` per choice and starts none.
 """

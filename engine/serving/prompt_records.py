@@ -102,7 +102,7 @@ class PromptRecords:
         self._num_added = 0
         self._num_bytes = Shares()
         self._kept: dict[str, OrderedDict[str, _Kept]] = {}
-        """By tenant and id, of each tenant the oldest first. No tenant without a record."""
+        """Records by tenant and id, of each tenant the oldest first; no tenant without a record."""
 
     def add(
         self, name: str, tenant: str, session: str | None, record: PromptRecord, ignored: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""From a request's bytes to its tokens: parse, check, render, tokenize.
+"""Makes tokens of a request's bytes: parse, check, render, tokenize.
 
 No Ray, and no input but the request and the model's facts, so any process may do the reading: the ingress for short
 requests, `reader_process` for long ones.

@@ -1,4 +1,4 @@
-"""From text to responses: OpenAI's completions, chats and embeddings, whole and as streams, and the Python handle's."""
+"""Renders responses: OpenAI's completions, chats and embeddings, whole and as streams, and the Python handle's."""
 
 import asyncio
 import base64

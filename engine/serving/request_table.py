@@ -28,7 +28,7 @@ MAX_ROWS = 200
 PERIOD_S = 0.5
 """Interval between two looks at the table for a follower."""
 MAX_FOLLOWERS = 8
-"""Of each tenant, so that none keeps the others out."""
+"""Followers of each tenant at the same time, so that none keeps the others out."""
 
 
 class State(StrEnum):
@@ -61,7 +61,7 @@ class RequestTable:
         """Rows by tenant, the latest first. Tenants are configured, so there are few."""
         self._num_begun = 0
         self._num_followers: Counter[str] = Counter()
-        """By tenant."""
+        """Followers by tenant."""
 
     @contextmanager
     def shown(self, job: Job) -> Iterator[None]:

@@ -34,7 +34,7 @@ class Image:
     """Minor version of the C library."""
     machines: tuple[str, ...]
     options: tuple[str, ...]
-    """Of uv: packages to leave out, versions to keep to."""
+    """Options of uv: packages to leave out, versions to keep to."""
     heading: str
 
 

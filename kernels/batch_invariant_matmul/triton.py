@@ -142,7 +142,7 @@ def _large_matmul_kernel(
 
 
 def batch_invariant_matmul_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `batch_invariant_matmul`, on one device.
+    """Do what `batch_invariant_matmul` does, on one device.
 
     Every output element is one program's sum over k in ascending order, with the same instructions for a row wherever
     it stands in its tile, and nothing splits k.

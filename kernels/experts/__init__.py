@@ -66,7 +66,7 @@ def pack_experts(
 
 
 def experts(x: Tensor, packed: PackedExperts) -> Tensor:
-    """For each row of `x` [num_tokens, hidden] the sum of what its experts make of it, of the same shape and dtype.
+    """Sum what its experts make of each row of `x` [num_tokens, hidden]. The result has the shape and dtype of `x`.
 
     Logits are rounded to x's dtype, as the published implementations do; routing and the sum are in float32. Raises
     `ValueError` on a wrong width and `TypeError` on a wrong dtype.

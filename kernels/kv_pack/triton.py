@@ -66,7 +66,7 @@ def copy_blocks(pool: Tensor, block_ids: Tensor, buffer: Tensor, *, to_pool: boo
 
 
 def kv_pack_triton(pool: Tensor, block_ids: Tensor, out: Tensor) -> Tensor:
-    """As `kv_pack` for a pool on a GPU; an `out` in host memory is filled through a staging buffer on the device."""
+    """Do what `kv_pack` does for a pool on a GPU; an `out` in host memory is filled through a buffer on the device."""
     buffer = out if out.device == pool.device else torch.empty(out.shape, dtype=out.dtype, device=pool.device)
     copy_blocks(pool, block_ids, buffer, to_pool=False)
     return out if buffer is out else out.copy_(buffer)

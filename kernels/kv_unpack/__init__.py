@@ -1,4 +1,4 @@
-"""One contiguous segment buffer to blocks of a pool."""
+"""Copies a contiguous segment buffer to blocks of a pool."""
 
 from collections.abc import Sequence
 

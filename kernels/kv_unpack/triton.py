@@ -1,4 +1,4 @@
-"""One contiguous buffer to blocks of a pool on a GPU."""
+"""Copies a contiguous buffer to blocks of a pool on a GPU."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from raydix.kernels.kv_pack.triton import copy_blocks
 
 
 def kv_unpack_triton(buffer: Tensor, pool: Tensor, block_ids: Tensor) -> None:
-    """As `kv_unpack` for a pool on a GPU; a `buffer` in host memory is copied to the device first.
+    """Do what `kv_unpack` does for a pool on a GPU; a `buffer` in host memory is copied to the device first.
 
     A block named twice gets one of its two contents, whichever is written last.
     """

@@ -527,7 +527,7 @@ def paged_attention_triton(
     max_context_len: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As `paged_attention`, on one device and without waiting for it.
+    """Do what `paged_attention` does, on one device and without waiting for it.
 
     `deterministic`: a row's bits depend only on its query and its KV, whatever the chunk and the batch. `max_query_len`
     and `max_context_len` are upper bounds known to the caller, which must hold; without them more programs are started

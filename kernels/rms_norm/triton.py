@@ -60,7 +60,7 @@ def rms_norm_triton(
 def rms_norm_triton(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As `rms_norm`, on one device; a row's bits do not depend on the number of rows."""
+    """Do what `rms_norm` does, on one device; a row's bits do not depend on the number of rows."""
     num_tokens, hidden = x.shape
     if weight.shape != (hidden,) or (residual is not None and residual.shape != x.shape):
         raise ValueError("weight must be [hidden] and residual like x")

@@ -115,7 +115,7 @@ def rotary_kv_store_triton(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """As `rotary_kv_store`, on one device; positions and slots are not checked, as that would wait for the device."""
+    """Do what `rotary_kv_store` does, on one device; to check positions and slots would be to wait for the device."""
     num_tokens = qkv.shape[0]
     num_blocks, num_kv_heads, block_size, head_dim = key_cache.shape
     if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_dim or head_dim % 2:

@@ -369,7 +369,7 @@ def sample_triton(
     given: Tensor | None = None,
     cuts: bool = True,
 ) -> SampleOutput:
-    """As `sample`, on one device and without waiting for it; `wanted[b]` is `num_logprobs[b]`, or -1 for neither."""
+    """Do what `sample` does, on one device, without waiting; `wanted[b]` is `num_logprobs[b]`, or -1 for neither."""
     batch, vocabulary = logits.shape
     tokens = torch.empty(batch, dtype=torch.int64, device=logits.device) if given is None else given
     widest = max(wanted, default=-1)

@@ -8,7 +8,7 @@ from raydix.kernels.silu_and_mul.reference import silu_and_mul_reference
 __all__ = ["KINDS", "silu_and_mul"]
 
 KINDS = ("silu", "gelu_tanh", "clamped_swiglu")
-"""In the order of the C++ kernels' `Activation`."""
+"""Names of the activations, in the order of the C++ kernels' `Activation`."""
 
 
 def silu_and_mul(x: Tensor, kind: str = "silu") -> Tensor:

@@ -33,7 +33,7 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, stride_x_token, intermediate, IS_SILU: 
 
 
 def silu_and_mul_triton(x: Tensor, kind: str = "silu") -> Tensor:
-    """As `silu_and_mul`, on one device; a row's bits do not depend on the number of rows."""
+    """Do what `silu_and_mul` does, on one device; a row's bits do not depend on the number of rows."""
     num_tokens, width = x.shape
     if width % 2:
         raise ValueError(f"the last dimension holds gate and up and must be even, not {width}")

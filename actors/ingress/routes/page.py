@@ -54,7 +54,7 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file of the page."""
+    """A file of the page."""
 
     content: bytes
     content_type: str

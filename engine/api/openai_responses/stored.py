@@ -53,7 +53,7 @@ class StoredResponse:
     in_background: bool = False
     state: State = "ended"
     run: Run | None = None
-    """Of a response in the background that is under way, or whose stream may be read again."""
+    """The run of a response in the background that is under way, or whose stream may be read again."""
 
     @classmethod
     def decode(cls, data: bytes) -> "StoredResponse":

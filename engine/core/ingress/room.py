@@ -24,9 +24,9 @@ class Allowance:
     """Permits of one tenant at a moment."""
 
     limit: int
-    """Most that it may hold."""
+    """Most permits that the tenant may hold."""
     remaining: int
-    """Those that it could acquire at once."""
+    """Permits that the tenant could acquire at once."""
 
 
 @dataclass(slots=True, eq=False)

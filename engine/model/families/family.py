@@ -49,17 +49,17 @@ class Family:
     """The models of one `model_type`."""
 
     model_type: str
-    """As in `config.json`, without underscores and an ending `_text`."""
+    """The name in `config.json`, without underscores and an ending `_text`."""
     architecture: str
-    """As in `config.json`'s `architectures`."""
+    """The name in `config.json`'s `architectures`."""
     title: str
-    """As its makers write it."""
+    """The name as its makers write it."""
     sizes: Mapping[str, float]
     """The commonest published models, smallest first, with their parameters in billions, experts all counted."""
     also: tuple[str, ...] = ()
     """Other architectures and model types that are the same decoder, names as above."""
     gguf_name: str | None = None
-    """As in GGUF's `general.architecture`; None: GGUF files name it otherwise, or cannot be read."""
+    """The name in GGUF's `general.architecture`; None: GGUF files name it otherwise, or cannot be read."""
     reads_quantized: tuple[str, ...] = ()
     """Kinds of quantised weights, as `quant_method` names them, that the loader widens."""
     defaults: JsonObject
