@@ -157,9 +157,9 @@ def _host(name: str, bundles: list[dict[str, float]]) -> Any:
 def _deployment(path: str) -> Any:
     """A deployment of the class of this name. `serve.deployment` takes classes alone, its result takes names, too."""
 
-    class Named: ...
+    class ByPath: ...
 
-    deployment: Any = serve.deployment(Named)
+    deployment: Any = serve.deployment(ByPath)
     return deployment.options(func_or_class=path)
 
 

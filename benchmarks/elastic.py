@@ -35,7 +35,7 @@ from typing import Any
 from benchmarks.machine import describe
 from benchmarks.replay import add_machine, parse_policy, parse_roles, speeds_of
 from benchmarks.replaying.cluster import Cluster
-from benchmarks.replaying.fleets import DynamoLoad, Fixed, Fleet, Planned
+from benchmarks.replaying.fleets import DynamoLoad, Fixed, Planned, ReplayedFleet
 from benchmarks.replaying.report import summarise
 from benchmarks.replaying.routers import Managed
 from benchmarks.replaying.speeds import Speeds
@@ -174,7 +174,7 @@ def as_day(trace: Sequence[TraceRequest], lowest: float) -> list[TraceRequest]:
     return warped
 
 
-def _fleet(name: str, machines: Machines) -> tuple[Fleet, list[Role]]:
+def _fleet(name: str, machines: Machines) -> tuple[ReplayedFleet, list[Role]]:
     kind, _, numbers = name.partition(" ")
     make = machines.maker()
     if kind == DYNAMO:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe, public_name
-from benchmarks.peers.comparison import CASES, CHECK_TOKENS, Case, Comparison, Contender
+from benchmarks.peers.comparison import CASES, CHECK_TOKENS, Comparison, ComparisonCase, Contender
 from benchmarks.peers.roster import DEFAULT_HOME, PEERS, RAYDIX, Peer, Site, gguf_file
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 
@@ -96,7 +96,7 @@ def table(contenders: Sequence[Contender]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
 
 
-def _case(case: Case, contender: Contender, raydix: Contender) -> dict[str, Any]:
+def _case(case: ComparisonCase, contender: Contender, raydix: Contender) -> dict[str, Any]:
     median = contender.median(case)
     assert median is not None
     figures = {name: round(value, 2) for name, value in case.figures(median).items()}
@@ -108,7 +108,7 @@ def _case(case: Case, contender: Contender, raydix: Contender) -> dict[str, Any]
     }
 
 
-def _cell(case: Case, contender: Contender, raydix: Contender) -> str:
+def _cell(case: ComparisonCase, contender: Contender, raydix: Contender) -> str:
     median = contender.median(case)
     if median is None:
         return "–"
@@ -118,7 +118,7 @@ def _cell(case: Case, contender: Contender, raydix: Contender) -> str:
     return text if contender is raydix or ratio is None else f"{text} (x {ratio:.2f})"
 
 
-def _ratio(case: Case, contender: Contender, raydix: Contender) -> float | None:
+def _ratio(case: ComparisonCase, contender: Contender, raydix: Contender) -> float | None:
     """Ratio of the contender's time to raydix's: above 1, raydix is faster."""
     own, other = raydix.median(case), contender.median(case)
     return other / own if own and other else None

@@ -75,7 +75,7 @@ PLAIN: dict[str, Any] = {
 
 
 @dataclass(slots=True)
-class Result:
+class CircumstanceResult:
     """One circumstance, and how its answers compare with the reference."""
 
     circumstance: str
@@ -92,7 +92,7 @@ class Result:
         return self.answers > 0 and not self.differing and not self.errors and all(self.counts.values())
 
 
-class Client:
+class ExactClient:
     """Asks one running server."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
@@ -128,7 +128,7 @@ class Client:
                 before, now = now, (await response.json())["disk"]["bytes"]
 
 
-async def kill_workers(client: Client, result: Result) -> None:
+async def kill_workers(client: ExactClient, result: CircumstanceResult) -> None:
     """Kill a worker with SIGKILL again and again, each time as soon as all are at work, and some answers have come."""
     result.counts["kills"] = 0
     while True:
@@ -152,15 +152,15 @@ def pid_of(title: str) -> int:
     raise LookupError(title)
 
 
-class Comparison:
+class ExactComparison:
     """The bodies, their reference answers, and the results so far."""
 
     def __init__(self, bodies: Sequence[Asked]) -> None:
         self.bodies = bodies
-        self.results: list[Result] = []
+        self.results: list[CircumstanceResult] = []
         self._expected: dict[str, dict[str, Any]] = {}
 
-    async def refer(self, client: Client) -> None:
+    async def refer(self, client: ExactClient) -> None:
         """Ask each body alone."""
         result = self._begin("alone: the reference")
         for asked in self.bodies:
@@ -172,7 +172,7 @@ class Comparison:
     async def compare(
         self,
         circumstance: str,
-        client: Client,
+        client: ExactClient,
         *counted: str,
         crowd: int = CROWD,
         streamed: bool = False,
@@ -195,7 +195,7 @@ class Comparison:
             killing.result()  # only an exception ends it by itself
         self._end(result)
 
-    async def _ask(self, asked: Asked, client: Client, result: Result, streamed: bool) -> None:
+    async def _ask(self, asked: Asked, client: ExactClient, result: CircumstanceResult, streamed: bool) -> None:
         expected = self._expected[asked.name]
         try:
             if streamed:
@@ -210,11 +210,11 @@ class Comparison:
         if not same:
             result.differing.append(asked.name)
 
-    def _begin(self, circumstance: str) -> Result:
-        self.results.append(Result(circumstance, seconds=time.monotonic()))
+    def _begin(self, circumstance: str) -> CircumstanceResult:
+        self.results.append(CircumstanceResult(circumstance, seconds=time.monotonic()))
         return self.results[-1]
 
-    def _end(self, result: Result) -> None:
+    def _end(self, result: CircumstanceResult) -> None:
         result.seconds = round(time.monotonic() - result.seconds, 1)
         print(
             f"{result.circumstance}: {result.answers} answers, {result.tokens} tokens in {result.seconds} s, "
@@ -227,7 +227,7 @@ class Comparison:
 
 
 @asynccontextmanager
-async def served(settings: Mapping[str, Any], folder: Path) -> AsyncIterator[Client]:
+async def served(settings: Mapping[str, Any], folder: Path) -> AsyncIterator[ExactClient]:
     """A server with these settings, until the block ends."""
     file = folder / "server.yaml"
     file.write_text(yaml.safe_dump(dict(settings)))
@@ -235,10 +235,10 @@ async def served(settings: Mapping[str, Any], folder: Path) -> AsyncIterator[Cli
     with running(Server("raydix", command, os.environ), folder / "server.log") as url:
         timeout, connector = aiohttp.ClientTimeout(total=TIMEOUT_S), aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            yield Client(session, url)
+            yield ExactClient(session, url)
 
 
-async def compare_all(comparison: Comparison, folder: Path) -> None:
+async def compare_all(comparison: ExactComparison, folder: Path) -> None:
     """The reference, and every circumstance."""
     async with served(PLAIN, folder) as client:
         await comparison.refer(client)
@@ -273,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number in range(options.bodies)
         for kind in GENERATED
     ]
-    comparison = Comparison(bodies)
+    comparison = ExactComparison(bodies)
     with tempfile.TemporaryDirectory(prefix="raydix-exact-") as folder:
         asyncio.run(compare_all(comparison, Path(folder)))
 

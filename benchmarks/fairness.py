@@ -76,7 +76,7 @@ def arrivals(tenant: Tenant, rate: float, seconds: float, seed: int) -> Iterator
         number += 2
 
 
-class Worker:
+class FairWorker:
     """A production scheduler, and the time at which its step ends."""
 
     def __init__(self, name: str) -> None:
@@ -94,7 +94,7 @@ class Simulation:
         self._is_blind = is_blind
         self._room = Room(MAX_QUEUED, None if is_blind else Tenants((HEAVY, LIGHT)))
         self._directory = Directory(CostModel(BLOCK_SIZE, prior=COSTS), 0)
-        self._workers = {f"w{number}": Worker(f"w{number}") for number in range(NUM_WORKERS)}
+        self._workers = {f"w{number}": FairWorker(f"w{number}") for number in range(NUM_WORKERS)}
         for worker in self._workers.values():
             self._directory.register(worker.name, Role.MIXED, 0, BLOCK_BYTES, (), LIMITS.token_budget)
             self._measure(worker)
@@ -151,7 +151,7 @@ class Simulation:
         if worker.step is None:
             self._begin_step(worker, now)
 
-    def _begin_step(self, worker: Worker, now: float) -> None:
+    def _begin_step(self, worker: FairWorker, now: float) -> None:
         output = worker.scheduler.schedule(now)
         self.figures.preempted += len(output.preempted)
         worker.step = output if output.chunks else None
@@ -159,7 +159,7 @@ class Simulation:
             took_s = COSTS.step_s + sum(chunk_s(chunk, COSTS) for chunk in output.chunks)
             heapq.heappush(self._ends, (now + took_s, worker.name))
 
-    def _end_step(self, worker: Worker, now: float) -> None:
+    def _end_step(self, worker: FairWorker, now: float) -> None:
         assert worker.step is not None
         sampled = {chunk.request.request_id: (SampledToken(1),) for chunk in worker.step.chunks if chunk.samples}
         for chunk in worker.step.chunks:
@@ -177,7 +177,7 @@ class Simulation:
         worker.pool.drain_journal()
         self._measure(worker)
 
-    def _measure(self, worker: Worker) -> None:
+    def _measure(self, worker: FairWorker) -> None:
         num_available = worker.pool.num_available
         num_empty = num_available - worker.pool.num_cached
         self._directory.fleet.measured(worker.name, 0, COSTS, num_available, num_empty)

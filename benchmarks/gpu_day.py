@@ -43,7 +43,7 @@ class StageError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class DayStage:
     """A part of the day."""
 
     name: str
@@ -54,7 +54,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class DayLoad:
     """Requests that run at the same time, each with a prompt of its own."""
 
     streams: int
@@ -62,7 +62,7 @@ class Load:
     output_tokens: int
 
 
-LOADS = (Load(1, 1024, 128), Load(64, 1024, 128), Load(256, 384, 128), Load(1, PROMPT - 64, 1))
+LOADS = (DayLoad(1, 1024, 128), DayLoad(64, 1024, 128), DayLoad(256, 384, 128), DayLoad(1, PROMPT - 64, 1))
 
 
 class Day:
@@ -225,15 +225,15 @@ async def _answer(session: aiohttp.ClientSession, prompt: Sequence[int], max_tok
 
 
 STAGES = (
-    Stage("tests", "every test for GPUs passes", "the bits of the noise, shared memory", _tests),
-    Stage("sanitizer", "no access out of bounds", "padding, and the ends of block tables", _sanitizer),
-    Stage(
+    DayStage("tests", "every test for GPUs passes", "the bits of the noise, shared memory", _tests),
+    DayStage("sanitizer", "no access out of bounds", "padding, and the ends of block tables", _sanitizer),
+    DayStage(
         "kernels",
         "all are right; decode attention at least 0.8 of a copy's speed, prefill at least 0.5 of the product's",
         "prefill attention; the deterministic mode of few rows",
         _kernels,
     ),
-    Stage(
+    DayStage(
         "serve",
         "ready in 3 minutes cold and 30 s warm, equal answers, deterministic at least 0.9 as fast",
         "the log in the folder: compile time and memory; near ties in the fast mode",

@@ -39,7 +39,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.hostile_bodies import HostileBody, Sizes, hostile_bodies
+from benchmarks.hostile_bodies import BodySizes, HostileBody, hostile_bodies
 from benchmarks.machine import describe
 from raydix.engine.model.sources import DEFAULT_MODEL, model_name
 
@@ -64,7 +64,7 @@ ATTACKER = "127.0.0.2"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BodyOutcome:
     """One body, or one crowd. Times in seconds, memory in MiB."""
 
     body: str
@@ -288,7 +288,7 @@ def cpu_s(process: psutil.Process) -> float:
     return total
 
 
-class Run:
+class HostileRun:
     """Sends bodies to a server beside streams."""
 
     def __init__(self, port: int, way: Way) -> None:
@@ -305,7 +305,7 @@ class Run:
         time.sleep(QUIET_S)
         self._baseline = self._streams.take_longest()
 
-    def corpus(self, bodies: Iterator[HostileBody], ends: float) -> Iterator[Outcome]:
+    def corpus(self, bodies: Iterator[HostileBody], ends: float) -> Iterator[BodyOutcome]:
         """Send bodies one at a time, until `ends` on the monotonic clock."""
         for number, body in enumerate(bodies):
             if time.monotonic() > ends or not self._way.is_running():
@@ -314,7 +314,7 @@ class Run:
                 self.measure_baseline()
             yield self._send(body.name, body.path, body.data(), body.content_type)
 
-    def crowd(self, name: str) -> Outcome:
+    def crowd(self, name: str) -> BodyOutcome:
         """Have many clients send the same body at once."""
         self.measure_baseline()
         count, make = CROWDS[name]
@@ -323,7 +323,7 @@ class Run:
 
     def _send(
         self, name: str, path: str, data: bytes, content_type: str, count: int = 1, settle_s: float = 0.0
-    ) -> Outcome:
+    ) -> BodyOutcome:
         """Send a body, from so many clients at once, and return what it did."""
         before, started = self._way.memory(), time.monotonic()
         used = sum(map(cpu_s, self._way.processes()))
@@ -338,7 +338,7 @@ class Run:
         used = sum(map(cpu_s, self._way.processes())) - used
         time.sleep(settle_s)
         after = self._way.memory()
-        return Outcome(
+        return BodyOutcome(
             body=name,
             num_bytes=len(data),
             statuses=dict(Counter(statuses)),
@@ -415,7 +415,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     way = Way(psutil.Process(options.pid))
-    run, ends = Run(options.port, way), time.monotonic() + options.seconds
+    run, ends = HostileRun(options.port, way), time.monotonic() + options.seconds
     counts, memory_before = _counts(options.port), way.memories()
     more: dict[str, Any] = {}
     if options.crowds:
@@ -424,7 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         more = {"stalled_bodies": stalled_bodies(options.port, way), "half_sent": half_sent(options.port)}
     else:
         document, models = (_read(options.port, path) for path in ("/openapi.json", "/v1/models"))
-        sizes = Sizes(options.max_body_bytes, models["data"][0]["max_model_len"])
+        sizes = BodySizes(options.max_body_bytes, models["data"][0]["max_model_len"])
         bodies = (body for body in hostile_bodies(document, sizes) if options.only in body.name)
         outcomes = list(run.corpus(islice(bodies, options.first, None, options.every), ends))
         run.stop()

@@ -53,7 +53,7 @@ class HostileBody:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class BodySizes:
     """Limits of the server that its document does not have."""
 
     max_body_bytes: int = 4 << 20
@@ -67,7 +67,7 @@ class Sizes:
         return self.max_body_bytes - ROOM
 
 
-def hostile_bodies(document: Schema, sizes: Sizes) -> Iterator[HostileBody]:
+def hostile_bodies(document: Schema, sizes: BodySizes) -> Iterator[HostileBody]:
     """Yield the bodies, one at a time as each may be as large as the limit. `document`: as `/openapi.json` has it."""
     maker = _Maker(document["components"]["schemas"], sizes)
     for path, operations in document["paths"].items():
@@ -79,7 +79,7 @@ def hostile_bodies(document: Schema, sizes: Sizes) -> Iterator[HostileBody]:
 
 def fields_of(document: Schema) -> set[tuple[str, str]]:
     """Each POST route's path with each top-level field of its bodies."""
-    maker = _Maker(document["components"]["schemas"], Sizes())
+    maker = _Maker(document["components"]["schemas"], BodySizes())
     return {
         (path, field)
         for path, operations in document["paths"].items()
@@ -99,7 +99,7 @@ def _bodies(maker: "_Maker", path: str, content_type: str, schema: Schema) -> It
 class _Maker:
     """Makes values of schemas: the least that is valid, and the most."""
 
-    def __init__(self, schemas: Schema, sizes: Sizes) -> None:
+    def __init__(self, schemas: Schema, sizes: BodySizes) -> None:
         self._schemas = schemas
         self._sizes = sizes
 

@@ -35,7 +35,7 @@ CHECKED_QUERIES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCase:
     """One operation at one shape.
 
     `run` is timed; `error` gives the relative error of its result, at most `limit`. `flops` or `num_bytes`, whichever
@@ -61,7 +61,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
-def all_cases(quick: bool) -> Iterator[Case]:
+def all_cases(quick: bool) -> Iterator[KernelCase]:
     """Yield every case, one at a time, so that only one's tensors need to fit."""
     chunk = 2048
     contexts = [8192] if quick else [8192, 16384, 32768]
@@ -110,7 +110,7 @@ def attention_inputs(batch: int, num_queries: int, context_len: int, head_dim: i
 
 def attention_cases(
     batch: int, num_queries: int, context_len: int, head_dim: int, *, with_flex: bool
-) -> Iterator[Case]:
+) -> Iterator[KernelCase]:
     """The fast mode beside its peers, and the deterministic mode."""
     inputs = attention_inputs(batch, num_queries, context_len, head_dim)
     visible = num_queries * (context_len - num_queries) + num_queries * (num_queries + 1) / 2
@@ -154,16 +154,16 @@ def attention_cases(
     # Decode is bound by reading KV, prefill by arithmetic.
     bounds = (0.0, num_bytes) if is_decode else (flops, 0.0)
     peers = attention_peers(inputs, with_flex=with_flex)
-    yield Case("paged_attention", shape, partial(run, False), error, LIMIT, *bounds, peers)
-    yield Case("paged_attention, deterministic", shape, partial(run, True), error, LIMIT, *bounds)
+    yield KernelCase("paged_attention", shape, partial(run, False), error, LIMIT, *bounds, peers)
+    yield KernelCase("paged_attention, deterministic", shape, partial(run, True), error, LIMIT, *bounds)
 
 
-def row_cases(rows: int) -> Iterator[Case]:
+def row_cases(rows: int) -> Iterator[KernelCase]:
     """Operations that read and write each row once."""
     bf16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     x, residual = torch.randn((rows, HIDDEN), **bf16), torch.randn((rows, HIDDEN), **bf16)
     weight = torch.randn(HIDDEN, **bf16)
-    yield Case(
+    yield KernelCase(
         "rms_norm",
         f"{rows} x {HIDDEN} with residual",
         lambda: rms_norm(x, weight, 1e-5, residual)[0],
@@ -171,7 +171,7 @@ def row_cases(rows: int) -> Iterator[Case]:
         num_bytes=4 * 2.0 * x.numel(),
     )
     gate_up = torch.randn((rows, 2 * INTERMEDIATE), **bf16)
-    yield Case(
+    yield KernelCase(
         "silu_and_mul",
         f"{rows} x 2 x {INTERMEDIATE}",
         lambda: silu_and_mul(gate_up),
@@ -181,7 +181,7 @@ def row_cases(rows: int) -> Iterator[Case]:
     yield from store_cases(rows)
 
 
-def store_cases(rows: int) -> Iterator[Case]:
+def store_cases(rows: int) -> Iterator[KernelCase]:
     """Rotation fused with storing K and V at shuffled slots."""
     head_dim = HIDDEN // NUM_HEADS
     width = (NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim
@@ -200,7 +200,7 @@ def store_cases(rows: int) -> Iterator[Case]:
             return float("inf")
         return max(relative_error(query, expected), relative_error(pool.nan_to_num(), expected_pool.nan_to_num()))
 
-    yield Case(
+    yield KernelCase(
         "rotary_kv_store",
         f"{rows} x {NUM_HEADS}+2x{NUM_KV_HEADS} heads",
         lambda: rotary_kv_store(qkv, positions, tables, pool[:, 1, 0], pool[:, 1, 1], slots, NUM_HEADS),
@@ -209,7 +209,7 @@ def store_cases(rows: int) -> Iterator[Case]:
     )
 
 
-def copy_cases(num_ids: int) -> Iterator[Case]:
+def copy_cases(num_ids: int) -> Iterator[KernelCase]:
     """Whole blocks of 32 layers, 2 MiB each, at shuffled places."""
     shape = (num_ids * 2, 32, 2, NUM_KV_HEADS, BLOCK_SIZE, HIDDEN // NUM_HEADS)
     pool = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device="cuda")
@@ -217,7 +217,7 @@ def copy_cases(num_ids: int) -> Iterator[Case]:
     buffer = kv_pack_reference(pool, ids)
     out = torch.full_like(buffer, 255)
     target = torch.zeros_like(pool)
-    yield Case(
+    yield KernelCase(
         "kv_pack",
         f"{num_ids} blocks of 2 MiB",
         lambda: kv_pack(pool, ids, out),
@@ -225,7 +225,7 @@ def copy_cases(num_ids: int) -> Iterator[Case]:
         num_bytes=2.0 * buffer.numel(),
         peers={"torch index": lambda: lambda: pool[ids]},
     )
-    yield Case(
+    yield KernelCase(
         "kv_unpack",
         f"{num_ids} blocks of 2 MiB",
         lambda: kv_unpack(buffer, target, ids),
@@ -234,7 +234,7 @@ def copy_cases(num_ids: int) -> Iterator[Case]:
     )
 
 
-def matmul_cases(rows: int) -> Iterator[Case]:
+def matmul_cases(rows: int) -> Iterator[KernelCase]:
     """The four products of a layer, in the batch-invariant form beside torch's own."""
     for out_features, in_features in (
         (6144, HIDDEN),
@@ -246,7 +246,7 @@ def matmul_cases(rows: int) -> Iterator[Case]:
         weight = torch.randn((out_features, in_features), dtype=torch.bfloat16, device="cuda")
         flops = 2.0 * rows * out_features * in_features
         bounds = (0.0, 2.0 * weight.numel()) if rows <= 64 else (flops, 0.0)
-        yield Case(
+        yield KernelCase(
             "batch_invariant_matmul",
             f"{rows} x {in_features} x {out_features}",
             partial(batch_invariant_matmul, x, weight),
@@ -265,7 +265,7 @@ def _constant(peer: Peer) -> Peer:
     return peer
 
 
-def sample_cases(batch: int) -> Iterator[Case]:
+def sample_cases(batch: int) -> Iterator[KernelCase]:
     """Sampling with every kind of truncation; the check counts rows with another token than the specification's."""
     logits = (torch.randn((batch, VOCABULARY), device="cuda") * 3).bfloat16()
     for name, top_k, top_p in (("greedy", 0, 1.0), ("plain", 0, 1.0), ("top-k 50, top-p 0.9", 50, 0.9)):
@@ -276,7 +276,7 @@ def sample_cases(batch: int) -> Iterator[Case]:
             top_p=torch.full((batch,), top_p, device="cuda"),
             seed=torch.arange(batch, device="cuda"),
         )
-        yield Case(
+        yield KernelCase(
             "sample",
             f"{batch} x {VOCABULARY}, {name}",
             partial(_sampled, logits, given),

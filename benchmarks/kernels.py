@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernel_cases import Case, all_cases, relative_error
+from benchmarks.kernel_cases import KernelCase, all_cases, relative_error
 from benchmarks.machine import describe
 
 PEER_LIMIT = 1e-2
@@ -35,7 +35,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class KernelResult:
     """One case: its error, and if correct its time, rate, share of the ceiling, and the peers' times in ms.
 
     `peers_missing` gives the reason for each peer that was not timed.
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(result.passed for result in results) else 1
 
 
-def run_all(quick: bool, only: str, with_model: bool) -> tuple[list[Result], Ceilings]:
+def run_all(quick: bool, only: str, with_model: bool) -> tuple[list[KernelResult], Ceilings]:
     """Measures the ceilings, then every case, printing each line as soon as it is known."""
     ceilings = measure_ceilings()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
@@ -102,7 +102,7 @@ def run_all(quick: bool, only: str, with_model: bool) -> tuple[list[Result], Cei
     return results, ceilings
 
 
-def model_results(quick: bool, ceilings: Ceilings) -> Iterator[Result]:
+def model_results(quick: bool, ceilings: Ceilings) -> Iterator[KernelResult]:
     """Measures the whole model, if it fits; it also needs numpy, which the kernels do not."""
     try:
         from benchmarks.model_cases import model_cases
@@ -110,7 +110,7 @@ def model_results(quick: bool, ceilings: Ceilings) -> Iterator[Result]:
         for case in model_cases(quick):
             yield measure(case, ceilings)
     except Exception as problem:
-        yield Result("model", "Llama-3-8B", None, False, failure=reason(problem))
+        yield KernelResult("model", "Llama-3-8B", None, False, failure=reason(problem))
 
 
 def measure_ceilings() -> Ceilings:
@@ -122,24 +122,24 @@ def measure_ceilings() -> Ceilings:
     return Ceilings(2 * 2**31 / copy_s, 2 * 8192**3 / matmul_s)
 
 
-def measure(case: Case, ceilings: Ceilings) -> Result:
+def measure(case: KernelCase, ceilings: Ceilings) -> KernelResult:
     """Checks a case, and times the operation and its peers after a passed check."""
     try:
         out = case.run()
         error = case.error(out)
     except Exception as problem:
-        return Result(case.operation, case.shape, None, False, failure=reason(problem))
+        return KernelResult(case.operation, case.shape, None, False, failure=reason(problem))
 
     if not error <= case.limit:
         failure = f"error {error:.2e} is over {case.limit:.0e}"
-        return Result(case.operation, case.shape, error if error < float("inf") else None, False, failure=failure)
+        return KernelResult(case.operation, case.shape, error if error < float("inf") else None, False, failure=failure)
 
     ms = time_from_outside_ms(case.run) if case.returns_when_done else time_ms(graphed(case.run))
     tflops_per_s = case.flops / ms / 1e9 if case.flops else None
     gb_per_s = case.num_bytes / ms / 1e6 if case.num_bytes else None
     ceiling = ceilings.matmul_flops_per_s if case.flops else ceilings.copy_bytes_per_s
     peers_ms, peers_missing = measure_peers(case, out)
-    return Result(
+    return KernelResult(
         case.operation,
         case.shape,
         error,
@@ -153,7 +153,7 @@ def measure(case: Case, ceilings: Ceilings) -> Result:
     )
 
 
-def measure_peers(case: Case, ours: Any) -> tuple[dict[str, float], dict[str, str]]:
+def measure_peers(case: KernelCase, ours: Any) -> tuple[dict[str, float], dict[str, str]]:
     """Times in ms of the peers that run here and agree with `ours`, and why the others are missing."""
     times: dict[str, float] = {}
     missing: dict[str, str] = {}
@@ -222,7 +222,7 @@ def reason(problem: Exception) -> str:
     return f"{type(problem).__name__}: {first}"[:200]
 
 
-def cells(result: Result) -> tuple[str, ...]:
+def cells(result: KernelResult) -> tuple[str, ...]:
     """Cells of a result's line."""
     error = "-" if result.error is None else f"{result.error:.1e}"
     if result.ms is None:

@@ -17,7 +17,7 @@ from benchmarks.kernel_cases import (
     NUM_HEADS,
     NUM_KV_HEADS,
     VOCABULARY,
-    Case,
+    KernelCase,
     relative_error,
 )
 from raydix.engine.core.hashing import BlockChain, root_hash
@@ -41,7 +41,7 @@ PROMPT = 8192
 LIMIT = 5e-2
 
 
-def model_cases(quick: bool) -> Iterator[Case]:
+def model_cases(quick: bool) -> Iterator[KernelCase]:
     """Decoding with graphs and without, and prefill; each in the fast and in the deterministic mode."""
     config = llama(4 if quick else NUM_LAYERS)
     device = torch.device("cuda")
@@ -128,7 +128,7 @@ def _request(index: int, num_tokens: int) -> Request:
     return request
 
 
-def _cases(decoder: Decoder, pool: CudaKVPool, mode: str) -> Iterator[Case]:
+def _cases(decoder: Decoder, pool: CudaKVPool, mode: str) -> Iterator[KernelCase]:
     config = decoder.config
     eager = ModelRunner(decoder, pool)
     shapes = graph_shapes(max(batch for batch, _ in DECODES), max(context for _, context in DECODES), BLOCK_SIZE)
@@ -137,7 +137,7 @@ def _cases(decoder: Decoder, pool: CudaKVPool, mode: str) -> Iterator[Case]:
     for batch, context in DECODES:
         chunks = decodes(batch, context)
         for name, used in (("model decode", runner), ("model decode, no graph", eager)):
-            yield Case(
+            yield KernelCase(
                 name + mode,
                 f"{batch} x 1 of {context}, {config.num_layers} layers",
                 partial(used.run, SchedulerOutput(chunks, ())),
@@ -148,7 +148,7 @@ def _cases(decoder: Decoder, pool: CudaKVPool, mode: str) -> Iterator[Case]:
             )
 
     [whole], parts = prefills(PROMPT, PROMPT), prefills(PROMPT, PROMPT // 4)
-    yield Case(
+    yield KernelCase(
         "model prefill" + mode,
         f"1 x {PROMPT}, {config.num_layers} layers",
         partial(runner.run, SchedulerOutput((whole,), ())),

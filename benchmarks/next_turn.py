@@ -45,7 +45,7 @@ TOPICS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class FirstTurn:
     """First answer of a chat, and the cache hits of its second turn."""
 
     num_generated: int
@@ -58,7 +58,7 @@ class Turn:
     num_hit: int
 
 
-class Chats:
+class BenchedChats:
     """The chats of a benchmark on one server."""
 
     def __init__(self, port: int, num_chats: int, num_tokens: int, block_size: int) -> None:
@@ -68,7 +68,7 @@ class Chats:
         self._block_size = block_size
         self._tokenizer = Tokenizer(resolve_model(DEFAULT_MODEL))
 
-    def run(self, salt: str, *, store: bool) -> tuple[float, list[Turn]]:
+    def run(self, salt: str, *, store: bool) -> tuple[float, list[FirstTurn]]:
         """Tokens per second of the first turns, and the hits of the second ones."""
         with ThreadPoolExecutor(NUM_USERS) as users:
             started = time.perf_counter()
@@ -82,7 +82,7 @@ class Chats:
         messages = [{"role": "user", "content": self._questions[index]}]
         return self._ask(messages, salt, max_tokens=self._num_tokens, seed=index, store=store)
 
-    def _second(self, index: int, salt: str, first: dict[str, Any]) -> Turn:
+    def _second(self, index: int, salt: str, first: dict[str, Any]) -> FirstTurn:
         [choice] = first["choices"]
         messages = [
             {"role": "user", "content": self._questions[index]},
@@ -95,7 +95,7 @@ class Chats:
         second = self._ask([*messages, {"role": "user", "content": "Go on."}], salt, max_tokens=1)
         hit = min(second["usage"]["prompt_tokens_details"]["cached_tokens"], num_possible)
         same = num_possible if difference is None else difference // self._block_size * self._block_size
-        return Turn(
+        return FirstTurn(
             num_generated=len(choice["token_ids"]),
             differs=difference is not None,
             num_behind=max(0, num_possible - same),
@@ -112,7 +112,7 @@ class Chats:
         return answer
 
 
-def summary(rates: Sequence[float], turns: Sequence[Turn]) -> dict[str, float]:
+def summary(rates: Sequence[float], turns: Sequence[FirstTurn]) -> dict[str, float]:
     """Figures of one way to answer, over all rounds."""
     differing = [turn for turn in turns if turn.differs]
     return {
@@ -141,12 +141,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cluster = LocalCluster(config)
     cluster.start()
     rates: dict[str, list[float]] = {"computed": [], "stored": []}
-    turns: dict[str, list[Turn]] = {"computed": [], "stored": []}
+    turns: dict[str, list[FirstTurn]] = {"computed": [], "stored": []}
 
     try:
         cluster.deploy(lambda progress: None, threading.Event())
-        chats = Chats(port, options.chats, options.tokens, config.cache.block_size)
-        Chats(port, NUM_USERS, options.tokens, config.cache.block_size).run("warm", store=True)
+        chats = BenchedChats(port, options.chats, options.tokens, config.cache.block_size)
+        BenchedChats(port, NUM_USERS, options.tokens, config.cache.block_size).run("warm", store=True)
         for number in range(options.rounds):
             for way in ("computed", "stored") if number % 2 else ("stored", "computed"):
                 rate, done = chats.run(f"{number}-{way}", store=way == "stored")

@@ -35,7 +35,7 @@ from benchmarks.replaying.report import draw, summarise, text
 from benchmarks.replaying.routers import ROUTERS, make_router
 from benchmarks.replaying.speeds import ConstantSpeeds, FittedSpeeds, Speeds, jittered, read_costs
 from benchmarks.replaying.traces import MOONCAKE_BLOCK_TOKENS, ReplayError, TraceRequest, read_trace
-from benchmarks.replaying.worker import Job, ReplayWorker
+from benchmarks.replaying.worker import ReplayedRequest, ReplayWorker
 from raydix.engine.core.eviction.policies import EvictionPolicy, make_queue
 from raydix.engine.core.types import Role
 from raydix.engine.core.worker.block_pool import BlockPool
@@ -56,7 +56,7 @@ def replay(
     speeds: Speeds,
     jitter: float = 0.0,
     seed: int = 0,
-) -> tuple[list[Job], list[ReplayWorker]]:
+) -> tuple[list[ReplayedRequest], list[ReplayWorker]]:
     """Run a trace on one worker per role. Each worker's speed is off by up to `jitter`, and its fit by as much again,
     which is the spread that it reports.
 

@@ -55,7 +55,7 @@ SETTLE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessSample:
     """One process at one time. Memory in MiB."""
 
     rss: float
@@ -65,11 +65,11 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ServerSample:
     """The server at one time."""
 
     at_s: float
-    processes: dict[str, Process]
+    processes: dict[str, ProcessSample]
     """Processes by name and process id."""
     log_mib: float
     cache: Mapping[str, Any]
@@ -95,14 +95,14 @@ def title_of(process: psutil.Process) -> str:
     return "raydix serve" if "serve" in words[1:6] else process.name()
 
 
-def processes_of(server: psutil.Process) -> dict[str, Process]:
+def processes_of(server: psutil.Process) -> dict[str, ProcessSample]:
     """Each process of the server. Those that end meanwhile are left out."""
     found = {}
     for process in [server, *server.children(recursive=True)]:
         try:
             memory = process.memory_full_info()
             name = f"{title_of(process)} {process.pid}"
-            found[name] = Process(
+            found[name] = ProcessSample(
                 round(memory.rss / MIB, 1), round(memory.uss / MIB, 1), process.num_fds(), process.num_threads()
             )
         except psutil.Error:
@@ -138,7 +138,7 @@ class Soak:
         self._started = time.monotonic()
         self._last_response: str | None = None
         self.tally = Tally()
-        self.samples: list[Sample] = []
+        self.samples: list[ServerSample] = []
 
     async def run(self, minutes: float, per_minute: float, every_s: float, note: Callable[[], None]) -> None:
         """Send requests at the given rate, each when it is due and beside those that still run, and take samples.
@@ -161,12 +161,12 @@ class Soak:
         await asyncio.gather(*running)
         await self.sample()
 
-    async def sample(self) -> Sample:
+    async def sample(self) -> ServerSample:
         # Reading the maps of a process of a gigabyte takes some milliseconds of the kernel's time: not in the loop.
         processes, log_bytes = await asyncio.to_thread(lambda: (processes_of(self._server), bytes_of(self._logs)))
         at_s = round(time.monotonic() - self._started, 1)
         log_mib = round(log_bytes / MIB, 2)
-        sample = Sample(at_s, processes, log_mib, await self.cache(), self.tally.answered.total())
+        sample = ServerSample(at_s, processes, log_mib, await self.cache(), self.tally.answered.total())
         self.samples.append(sample)
         total = sum(process.uss for process in processes.values())
         print(
@@ -278,7 +278,7 @@ class Soak:
                 await json_of(response)
 
 
-def slope_per_hour(samples: Sequence[Sample], name: str) -> float:
+def slope_per_hour(samples: Sequence[ServerSample], name: str) -> float:
     """MiB that a process's own memory grows in an hour: the slope of the least squares' line."""
     points = [(sample.at_s / 3600, sample.processes[name].uss) for sample in samples if name in sample.processes]
     if len(points) < 3:
@@ -288,7 +288,7 @@ def slope_per_hour(samples: Sequence[Sample], name: str) -> float:
     return float(sum((at - mean_at) * (uss - mean) for at, uss in points) / spread)
 
 
-def summary(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def summary(samples: Sequence[ServerSample]) -> list[dict[str, Any]]:
     """A row for each process that lived from the beginning to the end, the largest first."""
     third = (
         samples[min(1, len(samples) - 1)],

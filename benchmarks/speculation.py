@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.drafting.engines import MAX_MODEL_LEN, Workshop
-from benchmarks.drafting.questions import Reader
+from benchmarks.drafting.questions import QuestionReader
 from benchmarks.drafting.speed import MODES, Speed
 from benchmarks.drafting.statistics import compared, speed_table
 from benchmarks.drafting.workloads import WORKLOADS, chosen
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     result: dict[str, Any] = describe("benchmarks.speculation", sys.argv[1:] if arguments is None else list(arguments))
     workshop = Workshop(options.model, options.sources)
-    reader, speed = Reader(workshop.folder, MAX_MODEL_LEN), Speed(workshop)
+    reader, speed = QuestionReader(workshop.folder, MAX_MODEL_LEN), Speed(workshop)
     figures: dict[str, dict[str, Any]] = {}
     for workload in workloads:
         questions = reader.questions(workload)

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse
 from raydix.engine.api.fields import SamplingFields
-from raydix.engine.api.generate import AnswerCall, GenerateRequest, GenerateResponse
+from raydix.engine.api.generate import GenerateRequest, GenerateResponse, HandleCall
 from raydix.engine.api.prompts import OnePrompt
 from raydix.engine.api.reasoning import ReasoningFields
 from raydix.engine.api.tools import ToolFields
@@ -72,7 +72,7 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprobs, ...] | None
     """Log-probabilities of each token, if asked for."""
     reasoning: str | None = None
-    tool_calls: tuple[AnswerCall, ...] | None = None
+    tool_calls: tuple[HandleCall, ...] | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -22,7 +22,7 @@ from raydix.engine.batches.execution import Execution
 from raydix.engine.batches.file_store import FileStore, StoreLimits
 from raydix.engine.batches.lines import LineLimits
 from raydix.engine.core.batches.batch_run import Progress
-from raydix.engine.core.batches.lines import Allowance
+from raydix.engine.core.batches.lines import LineAllowance
 from raydix.engine.core.errors import OverloadedError, RequestError
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.shares import Shares
@@ -76,7 +76,7 @@ class Batches:
         self._server = server
         self._tenants = tenants
         self._clock = clock
-        self._allowance = Allowance(settings.concurrency)
+        self._allowance = LineAllowance(settings.concurrency)
         self._background = Background()
         self._changed = asyncio.Event()
         """Set when there is another batch."""
@@ -236,7 +236,7 @@ def _log_end(batch: StoredBatch, progress: Progress, took_s: float) -> None:
 class _Share:
     """The slots of one batch: a share of the room left by clients' requests."""
 
-    allowance: Allowance
+    allowance: LineAllowance
     batch_id: str
     server: LineServer
 

@@ -21,7 +21,7 @@ from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateR
 from raydix.engine.api.responses import Json, model_object
 from raydix.engine.api.spec import Api
 from raydix.engine.core.errors import RaydixError, ServiceError
-from raydix.engine.core.ingress.answer_room import AnswerRoom, Claim
+from raydix.engine.core.ingress.answer_room import AnswerRoom, RoomClaim
 from raydix.engine.core.ingress.room import Allowance, Room
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
 from raydix.engine.core.tenants import Tenant, Tenants
@@ -238,7 +238,7 @@ class Frontend:
             yield
             return
         granted = asyncio.Event()
-        claim = Claim(jobs[0].tenant.name, num_bytes, granted.set)
+        claim = RoomClaim(jobs[0].tenant.name, num_bytes, granted.set)
         self._answer_room.ask(claim)
         try:
             await granted.wait()

@@ -114,7 +114,7 @@ class Timed:
         return self.times[-1] - self.times[0]
 
 
-class Worker:
+class SteppedWorker:
     """An engine that is stepped here, and its answers by request."""
 
     def __init__(self, engine: Engine) -> None:

@@ -39,7 +39,7 @@ class Question:
         )
 
 
-class Reader:
+class QuestionReader:
     """Reads bodies for one model."""
 
     def __init__(self, folder: Path, max_model_len: int) -> None:

@@ -12,9 +12,9 @@ from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
 
-from benchmarks.drafting.engines import Worker, Workshop
+from benchmarks.drafting.engines import SteppedWorker, Workshop
 from benchmarks.drafting.questions import Question
-from benchmarks.drafting.statistics import Turn, since
+from benchmarks.drafting.statistics import AnsweredWorkload, since
 from raydix.engine.core.types import Assignment, DraftSource
 from raydix.engine.core.worker.drafts.draft import DraftCounts
 
@@ -27,17 +27,17 @@ class Speed:
 
     def __init__(self, workshop: Workshop) -> None:
         self._workshop = workshop
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, SteppedWorker] = {}
         for mode in MODES:
             grammars = workshop.grammars()
             drafter = workshop.drafter(grammars) if mode == "auto" else None
-            self.workers[mode] = Worker(workshop.engine(grammars, drafter))
+            self.workers[mode] = SteppedWorker(workshop.engine(grammars, drafter))
 
     def measure(
         self, questions: Sequence[Question], num_streams: int, rounds: int, *, asked_before: bool
-    ) -> dict[str, list[Turn]]:
+    ) -> dict[str, list[AnsweredWorkload]]:
         """The turns of each mode; every other round goes the other way round."""
-        turns: dict[str, list[Turn]] = {mode: [] for mode in MODES}
+        turns: dict[str, list[AnsweredWorkload]] = {mode: [] for mode in MODES}
         for number in range(-1, rounds):  # the first one computes the prompts and warms up
             for mode in sorted(MODES, reverse=number % 2 == 0):
                 turn = self._turn(mode, clients_of(questions, num_streams), asked_before)
@@ -45,7 +45,7 @@ class Speed:
                     turns[mode].append(turn)
         return turns
 
-    def _turn(self, mode: str, clients: Sequence[Client], asked_before: bool) -> Turn:
+    def _turn(self, mode: str, clients: Sequence[Client], asked_before: bool) -> AnsweredWorkload:
         """Answer all clients' questions once."""
         worker = self.workers[mode]
         engine = worker.engine
@@ -77,7 +77,7 @@ def _again(assignment: Assignment) -> Assignment:
     return replace(assignment, request_id=f"{assignment.request_id} before")
 
 
-def _answer(worker: Worker, clients: Sequence[Client]) -> Turn:
+def _answer(worker: SteppedWorker, clients: Sequence[Client]) -> AnsweredWorkload:
     """Have each client ask its questions one after the other."""
     following = {one.request_id: other for client in clients for one, other in pairwise(client)}
     num_left = sum(map(len, clients))
@@ -93,7 +93,7 @@ def _answer(worker: Worker, clients: Sequence[Client]) -> Turn:
 
     answers = worker.answers
     seconds = max(answer.times[-1] for answer in answers.values()) - started
-    return Turn(
+    return AnsweredWorkload(
         tokens=sum(len(answer.token_ids) for answer in answers.values()),
         seconds=seconds,
         decode_tokens=sum(len(answer.token_ids) - 1 for answer in answers.values()),
@@ -104,6 +104,6 @@ def _answer(worker: Worker, clients: Sequence[Client]) -> Turn:
     )
 
 
-def counts_now(worker: Worker) -> dict[DraftSource, DraftCounts]:
+def counts_now(worker: SteppedWorker) -> dict[DraftSource, DraftCounts]:
     """Drafts so far, by source."""
     return deepcopy(worker.engine.scheduler.drafting.counts)

@@ -14,7 +14,7 @@ Counts: TypeAlias = Mapping[DraftSource, DraftCounts]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class AnsweredWorkload:
     """Measurement of one engine answering a workload once."""
 
     tokens: int
@@ -45,7 +45,7 @@ class Turn:
         return self.decode_tokens / max(1, self.decode_steps)
 
 
-def compared(off: Sequence[Turn], auto: Sequence[Turn]) -> dict[str, Any]:
+def compared(off: Sequence[AnsweredWorkload], auto: Sequence[AnsweredWorkload]) -> dict[str, Any]:
     """The figures of a workload without and with drafts, ready for JSON; the turns of a round at the same place."""
     pairs = list(zip(off, auto, strict=True))
     return {
@@ -78,7 +78,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def drafts(turns: Sequence[Turn]) -> dict[str, dict[str, int]]:
+def drafts(turns: Sequence[AnsweredWorkload]) -> dict[str, dict[str, int]]:
     """Draft tokens of all turns by source, of the sources that had any."""
     sums = {
         source: [sum(getattr(turn.drafts[source], name) for turn in turns) for name in ("num_drafted", "num_accepted")]

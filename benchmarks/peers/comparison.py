@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from tokenizers import Tokenizer
 
-from benchmarks.peers.process import Worker, WorkerError
+from benchmarks.peers.process import EngineProcess, WorkerError
 from benchmarks.peers.roster import Peer, Site
 
 Generate: TypeAlias = Callable[[list[list[int]], int], float]
@@ -30,7 +30,7 @@ TOKEN_IDS = range(100, 40_000)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ComparisonCase:
     """One row of the comparison. `measure` gives seconds, `figures` the reported values, by name with unit."""
 
     name: str
@@ -53,14 +53,16 @@ def prompts(generator: random.Random, count: int, length: int) -> list[list[int]
     return [generator.sample(TOKEN_IDS, length) for _ in range(count)]
 
 
-def prefill(length: int, repetitions: int) -> Case:
+def prefill(length: int, repetitions: int) -> ComparisonCase:
     def measure(generate: Generate, generator: random.Random) -> float:
         return generate(prompts(generator, 1, length), 1)
 
-    return Case(f"prefill {length:,}", measure, lambda seconds: {"tokens_per_s": length / seconds}, repetitions)
+    return ComparisonCase(
+        f"prefill {length:,}", measure, lambda seconds: {"tokens_per_s": length / seconds}, repetitions
+    )
 
 
-def decode(streams: int, repetitions: int) -> Case:
+def decode(streams: int, repetitions: int) -> ComparisonCase:
     def measure(generate: Generate, generator: random.Random) -> float:
         asked = prompts(generator, streams, DECODE_PROMPT)
         generate(asked, 1)
@@ -70,12 +72,12 @@ def decode(streams: int, repetitions: int) -> Case:
     def figures(seconds: float) -> dict[str, float]:
         return {"tokens_per_s": streams / seconds, "ms_per_step": seconds * 1e3}
 
-    return Case(
+    return ComparisonCase(
         name=f"decode {streams} streams", measure=measure, figures=figures, repetitions=repetitions, streams=streams
     )
 
 
-def prefix_hit(length: int, repetitions: int) -> Case:
+def prefix_hit(length: int, repetitions: int) -> ComparisonCase:
     def measure(generate: Generate, generator: random.Random) -> float:
         asked = prompts(generator, 1, length)
         generate(asked, 1)
@@ -84,7 +86,7 @@ def prefix_hit(length: int, repetitions: int) -> Case:
     def figures(seconds: float) -> dict[str, float]:
         return {"first_token_ms": seconds * 1e3}
 
-    return Case(f"prefix hit of {length:,}", measure, figures, repetitions, needs_prefix_cache=True)
+    return ComparisonCase(f"prefix hit of {length:,}", measure, figures, repetitions, needs_prefix_cache=True)
 
 
 CASES = (
@@ -106,7 +108,7 @@ WARM_PROMPT = list(range(1000, 1064))
 class Contender:
     """An engine in the comparison and its measurements so far."""
 
-    worker: Worker
+    worker: EngineProcess
     agrees: int
     """Leading greedy tokens, of `CHECK_TOKENS`, that equal raydix's."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -116,16 +118,16 @@ class Contender:
     def peer(self) -> Peer:
         return self.worker.peer
 
-    def runs(self, case: Case) -> bool:
+    def runs(self, case: ComparisonCase) -> bool:
         cached = self.worker.introduction.caches_prefixes
         return case.streams <= self.peer.most_streams and (cached or not case.needs_prefix_cache)
 
-    def measure(self, case: Case, seed: str) -> float:
+    def measure(self, case: ComparisonCase, seed: str) -> float:
         """Seconds, the median of the case's repetitions."""
         self.worker.generate([WARM_PROMPT], 4)  # what other engines pushed out of caches and memory comes back
         return case.run(lambda prompts, max_tokens: self.worker.generate(prompts, max_tokens)[0], seed)
 
-    def median(self, case: Case) -> float | None:
+    def median(self, case: ComparisonCase) -> float | None:
         """Seconds over all rounds; None where there are none."""
         return statistics.median(self.seconds[case.name]) if self.seconds.get(case.name) else None
 
@@ -153,7 +155,7 @@ class Comparison:
             expected = expected or tokens
             self.contenders.append(Contender(worker, _common_length(tokens, expected)))
 
-    def run(self, cases: Sequence[Case], rounds: int) -> None:
+    def run(self, cases: Sequence[ComparisonCase], rounds: int) -> None:
         for round_number in range(rounds):
             for number, case in enumerate(cases):
                 turns = [contender for contender in self.contenders if contender.runs(case)]
@@ -166,7 +168,7 @@ class Comparison:
         for contender in self.contenders:
             contender.worker.close()
 
-    def _turn(self, contender: Contender, case: Case, seed: str) -> None:
+    def _turn(self, contender: Contender, case: ComparisonCase, seed: str) -> None:
         """One engine's turn at a case; an engine that fails takes no further turn."""
         if not contender.worker.is_open:
             return
@@ -181,7 +183,7 @@ class Comparison:
         _say(f"{peer.title}: left out, {reason}")
 
 
-def _load(peer: Peer, site: Site) -> Worker:
+def _load(peer: Peer, site: Site) -> EngineProcess:
     """Start an engine and run each kind of its work once, untimed."""
     if reason := peer.why_not(site):
         raise WorkerError(reason)
@@ -189,7 +191,7 @@ def _load(peer: Peer, site: Site) -> Worker:
     _say(f"{peer.title}: loading")
     logs = site.home / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    worker = Worker(peer, site, logs / f"{peer.name}.log")
+    worker = EngineProcess(peer, site, logs / f"{peer.name}.log")
 
     try:
         generator = random.Random("warm-up")

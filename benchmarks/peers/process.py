@@ -28,7 +28,7 @@ class WorkerError(Exception):
     """A program cannot go on; the message is one line."""
 
 
-class Process:
+class PeerProcess:
     """A running program, in a session of its own. What the program prints goes to `log`."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
@@ -99,7 +99,7 @@ class Introduction:
     caches_prefixes: bool
 
 
-class Worker(Process):
+class EngineProcess(PeerProcess):
     """One engine's process. The engine's output goes to `log`."""
 
     def __init__(self, peer: Peer, site: Site, log: Path) -> None:

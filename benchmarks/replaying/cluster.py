@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.replaying.rules import Router
 from benchmarks.replaying.traces import TraceRequest
-from benchmarks.replaying.worker import Job, ReplayWorker
+from benchmarks.replaying.worker import ReplayedRequest, ReplayWorker
 
 LOOK_S = 1.0
 """Between two looks at the load, as in the manager."""
@@ -29,13 +29,13 @@ class Cluster:
         self._num_events = 0
         self._has_more = True
 
-    def run(self, trace: Sequence[TraceRequest]) -> Iterator[Job]:
+    def run(self, trace: Sequence[TraceRequest]) -> Iterator[ReplayedRequest]:
         """Yields each job on its arrival; at the end all have ended (or are refused: no blocks)."""
         self._at(0.0, self._look_again)
         for number, request in enumerate(trace):
             while self._events and self._events[0][0] <= request.arrival_s:
                 self._next()
-            job = Job(number, request)
+            job = ReplayedRequest(number, request)
             self._arrive(job)
             yield job
         self._has_more = False
@@ -64,7 +64,7 @@ class Cluster:
         heapq.heappush(self._events, (when, self._num_events, happen))
         return self._num_events
 
-    def _arrive(self, job: Job) -> None:
+    def _arrive(self, job: ReplayedRequest) -> None:
         pool = next(iter(self.workers.values())).pool
         num_blocks = len(job.request.hashes) - (-job.request.num_output_tokens // pool.block_size)
         if num_blocks > pool.num_blocks:
@@ -87,13 +87,13 @@ class Cluster:
             self._set_timer(worker, now)
         self.router.pool_changed(worker)
 
-    def _can_start(self, worker: ReplayWorker, job: Job, now: float) -> bool:
+    def _can_start(self, worker: ReplayWorker, job: ReplayedRequest, now: float) -> bool:
         if not job.promised:
             return worker.take_blocks(job, now)
         self.router.pool_changed(worker)
         return worker.take_blocks(job, now, self.router.num_reachable(job))
 
-    def _prefilled(self, worker: ReplayWorker, job: Job, now: float) -> None:
+    def _prefilled(self, worker: ReplayWorker, job: ReplayedRequest, now: float) -> None:
         worker.end_prefill(now)
         worker.publish(job)
         job.first_token_s = now
@@ -107,12 +107,12 @@ class Cluster:
             self._set_timer(worker, now)
         self._start(worker, now)
 
-    def _handed_over(self, job: Job, now: float) -> None:
+    def _handed_over(self, job: ReplayedRequest, now: float) -> None:
         worker = self.workers[job.decode]
         worker.incoming.append(job)
         self._start(worker, now)
 
-    def _decode(self, worker: ReplayWorker, job: Job, now: float) -> None:
+    def _decode(self, worker: ReplayWorker, job: ReplayedRequest, now: float) -> None:
         worker.start_decode(job, now)
         self._set_timer(worker, now)
 

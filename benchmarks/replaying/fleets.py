@@ -21,7 +21,7 @@ START_S = 30.0
 """Time from the order to start a worker until it takes requests: loading a model, not waiting for a machine."""
 
 
-class Fleet(ABC):
+class ReplayedFleet(ABC):
     """Starts and stops workers of a cluster behind the directory."""
 
     def __init__(self, make: Callable[[Role], ReplayWorker], start_s: float = START_S) -> None:
@@ -88,7 +88,7 @@ class Fleet(ABC):
         router.add(worker)
 
 
-class Fixed(Fleet):
+class Fixed(ReplayedFleet):
     """Always the same workers. Elastic ones change their duties."""
 
     def wanted(self, router: Managed, now: float) -> Mapping[Role, int]:
@@ -96,7 +96,7 @@ class Fixed(Fleet):
         return {}
 
 
-class Planned(Fleet):
+class Planned(ReplayedFleet):
     """Elastic workers in the number that the directory's planner wants; not fewer before it has watched the load."""
 
     def __init__(self, make: Callable[[Role], ReplayWorker], least: int, most: int, start_s: float = START_S) -> None:
@@ -111,7 +111,7 @@ class Planned(Fleet):
         return {Role.ELASTIC: max(least, plan.num_wanted)}
 
 
-class DynamoLoad(Fleet):
+class DynamoLoad(ReplayedFleet):
     """NVIDIA Dynamo's planner, load-based scaling (docs.nvidia.com/dynamo, "Planner Guide") with its default settings:
     every 5 s one more prefill worker if the estimated time to first token of all is above the objective, one less if
     that of all is below 0.8 (n - 1) / n of it; and the same for decode workers and the time per token."""

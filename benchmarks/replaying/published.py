@@ -14,7 +14,7 @@ from random import Random
 
 from benchmarks.replaying.rules import Rule
 from benchmarks.replaying.traces import MOONCAKE_BLOCK_TOKENS
-from benchmarks.replaying.worker import Job, ReplayWorker
+from benchmarks.replaying.worker import ReplayedRequest, ReplayWorker
 from raydix.engine.core.hashing import preferred
 from raydix.engine.core.types import BlockHash
 
@@ -28,7 +28,7 @@ class Counted(Rule):
         self.num_requests = dict.fromkeys(self.num_queued_tokens, 0)
         self._queued: dict[int, int] = {}
 
-    def route(self, job: Job) -> tuple[str, str]:
+    def route(self, job: ReplayedRequest) -> tuple[str, str]:
         prefill = self.prefiller(job)
         decode = self.decoder(job) if self._splits else prefill.worker_id
         self._queued[job.number] = num_uncached(prefill, job)
@@ -37,21 +37,21 @@ class Counted(Rule):
             self.num_requests[worker_id] += 1
         return prefill.worker_id, decode
 
-    def prefiller(self, job: Job) -> ReplayWorker:
+    def prefiller(self, job: ReplayedRequest) -> ReplayWorker:
         raise NotImplementedError
 
-    def decoder(self, job: Job) -> str:
+    def decoder(self, job: ReplayedRequest) -> str:
         return min(self._decoders, key=self.load).worker_id
 
     def load(self, worker: ReplayWorker) -> tuple[int, str]:
         return self.num_requests[worker.worker_id], worker.worker_id
 
-    def first_token(self, job: Job) -> None:
+    def first_token(self, job: ReplayedRequest) -> None:
         self.num_queued_tokens[job.prefill] -= self._queued.pop(job.number)
         if job.decode != job.prefill:
             self.num_requests[job.prefill] -= 1
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: ReplayedRequest) -> None:
         self.num_requests[job.decode] -= 1
 
 
@@ -59,10 +59,10 @@ class LMetric(Counted):
     """LMetric (OSDI 2026, arXiv 2603.15202): least product of the uncached tokens that are queued, the request's own
     among them, and the number of requests."""
 
-    def prefiller(self, job: Job) -> ReplayWorker:
+    def prefiller(self, job: ReplayedRequest) -> ReplayWorker:
         return min(self._prefillers, key=lambda worker: self._product(worker, job))
 
-    def _product(self, worker: ReplayWorker, job: Job) -> tuple[int, str]:
+    def _product(self, worker: ReplayWorker, job: ReplayedRequest) -> tuple[int, str]:
         num_tokens = self.num_queued_tokens[worker.worker_id] + num_uncached(worker, job)
         return num_tokens * (self.num_requests[worker.worker_id] + 1), worker.worker_id
 
@@ -75,28 +75,28 @@ class Dynamo(Counted):
         super().__init__(workers)
         self._num_active = dict.fromkeys(self.num_requests, 0)
 
-    def route(self, job: Job) -> tuple[str, str]:
+    def route(self, job: ReplayedRequest) -> tuple[str, str]:
         prefill, decode = super().route(job)
         for worker_id in {prefill, decode}:
             self._num_active[worker_id] += len(job.request.hashes)
         return prefill, decode
 
-    def prefiller(self, job: Job) -> ReplayWorker:
+    def prefiller(self, job: ReplayedRequest) -> ReplayWorker:
         return min(self._prefillers, key=lambda worker: self._sum(worker, job))
 
-    def decoder(self, job: Job) -> str:
+    def decoder(self, job: ReplayedRequest) -> str:
         return min(self._decoders, key=lambda worker: (self._num_active[worker.worker_id], worker.worker_id)).worker_id
 
-    def first_token(self, job: Job) -> None:
+    def first_token(self, job: ReplayedRequest) -> None:
         super().first_token(job)
         if job.decode != job.prefill:
             self._num_active[job.prefill] -= len(job.request.hashes)
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: ReplayedRequest) -> None:
         super().ended(job)
         self._num_active[job.decode] -= len(job.request.hashes)
 
-    def _sum(self, worker: ReplayWorker, job: Job) -> tuple[float, str]:
+    def _sum(self, worker: ReplayWorker, job: ReplayedRequest) -> tuple[float, str]:
         num_tokens = self.num_queued_tokens[worker.worker_id] + num_uncached(worker, job)
         num_active = self._num_active[worker.worker_id] + len(job.request.hashes)
         return num_tokens / MOONCAKE_BLOCK_TOKENS + num_active, worker.worker_id
@@ -106,7 +106,7 @@ class WeightedScores(Counted):
     """llm-d's scheduler (llm-d.ai, "Request Scheduler") with its default profile: 3 for the share of the prompt that is
     cached, 2 for the shortest queue, 2 for the emptiest cache; the highest sum wins."""
 
-    def prefiller(self, job: Job) -> ReplayWorker:
+    def prefiller(self, job: ReplayedRequest) -> ReplayWorker:
         queues = [len(worker.waiting) for worker in self._prefillers]
         longest, range_ = max(queues), max(queues) - min(queues)
         scores = [
@@ -128,11 +128,11 @@ class Sent:
     def size(self, worker: ReplayWorker) -> int:
         return len(self._blocks[worker.worker_id])
 
-    def num_matched(self, worker: ReplayWorker, job: Job) -> int:
+    def num_matched(self, worker: ReplayWorker, job: ReplayedRequest) -> int:
         blocks = self._blocks[worker.worker_id]
         return sum(1 for _ in takewhile(blocks.__contains__, job.request.hashes))
 
-    def add(self, worker: ReplayWorker, job: Job) -> None:
+    def add(self, worker: ReplayWorker, job: ReplayedRequest) -> None:
         blocks = self._blocks[worker.worker_id]
         for block_hash in reversed(job.request.hashes):
             blocks[block_hash] = None
@@ -150,12 +150,12 @@ class SGLang(Counted):
         super().__init__(workers)
         self._sent = Sent(workers, workers[0].pool.num_blocks)
 
-    def prefiller(self, job: Job) -> ReplayWorker:
+    def prefiller(self, job: ReplayedRequest) -> ReplayWorker:
         chosen = self._chosen(job)
         self._sent.add(chosen, job)
         return chosen
 
-    def _chosen(self, job: Job) -> ReplayWorker:
+    def _chosen(self, job: ReplayedRequest) -> ReplayWorker:
         loads = [self.num_requests[worker.worker_id] for worker in self._prefillers]
         if max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads):
             return min(self._prefillers, key=self.load)
@@ -173,7 +173,7 @@ class PrefixCacheAffinity(Counted):
         super().__init__(workers)
         self._sent = Sent(workers, None)
 
-    def prefiller(self, job: Job) -> ReplayWorker:
+    def prefiller(self, job: ReplayedRequest) -> ReplayWorker:
         matched = [self._sent.num_matched(worker, job) for worker in self._prefillers]
         marks = [-count for count in matched]
         if max(matched) < 0.1 * len(job.request.hashes):
@@ -191,7 +191,7 @@ class DualMap(Counted):
 
     SLO_S = 5.0
 
-    def prefiller(self, job: Job) -> ReplayWorker:
+    def prefiller(self, job: ReplayedRequest) -> ReplayWorker:
         by_id = {worker.worker_id: worker for worker in self._prefillers}
         keys = [f"{number} {job.request.session}" for number in range(min(2, len(by_id)))]
         pair = [by_id.pop(preferred(key, list(by_id))) for key in keys]
@@ -200,7 +200,7 @@ class DualMap(Counted):
             return warm
         return min(pair, key=lambda worker: self._wait_s(worker, job))
 
-    def _wait_s(self, worker: ReplayWorker, job: Job) -> float:
+    def _wait_s(self, worker: ReplayWorker, job: ReplayedRequest) -> float:
         num_tokens = self.num_queued_tokens[worker.worker_id] + num_uncached(worker, job)
         return worker.fitted.prefill_s(num_tokens, 0, 0)
 
@@ -213,7 +213,7 @@ class PrefixOnly(Counted):
         self._sent = Sent(workers, None)
         self._random = Random(0)
 
-    def prefiller(self, job: Job) -> ReplayWorker:
+    def prefiller(self, job: ReplayedRequest) -> ReplayWorker:
         matched = [self._sent.num_matched(worker, job) for worker in self._prefillers]
         best = [w for w, count in zip(self._prefillers, matched, strict=True) if count == max(matched)]
         chosen = self._random.choice(best)
@@ -221,12 +221,12 @@ class PrefixOnly(Counted):
         return chosen
 
 
-def num_cached(worker: ReplayWorker, job: Job) -> int:
+def num_cached(worker: ReplayWorker, job: ReplayedRequest) -> int:
     """Leading blocks of the prompt in a worker's pool."""
     return len(worker.pool.match(job.request.hashes))
 
 
-def num_uncached(worker: ReplayWorker, job: Job) -> int:
+def num_uncached(worker: ReplayWorker, job: ReplayedRequest) -> int:
     """Tokens that the worker would have to compute."""
     return max(1, job.request.num_prompt_tokens - num_cached(worker, job) * worker.pool.block_size)
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.replaying.traces import ReplayError
-from benchmarks.replaying.worker import Job, ReplayWorker
+from benchmarks.replaying.worker import ReplayedRequest, ReplayWorker
 
 QUANTILES = {"p50": 50, "p90": 90, "p99": 99}
 CURVE_POINTS = 201
 
 
 def summarise(
-    jobs: Sequence[Job], workers: Sequence[ReplayWorker], ttft_slo_s: float, tpot_slo_s: float
+    jobs: Sequence[ReplayedRequest], workers: Sequence[ReplayWorker], ttft_slo_s: float, tpot_slo_s: float
 ) -> dict[str, Any]:
     """Hits, latencies, goodput and balance of a replay."""
     done = [job for job in jobs if job.finished_s is not None]
@@ -121,11 +121,11 @@ def curve(values_s: Iterable[float]) -> list[float]:
     return [round(float(point), 3) for point in points]
 
 
-def _ttft_s(job: Job) -> float:
+def _ttft_s(job: ReplayedRequest) -> float:
     assert job.first_token_s is not None
     return job.first_token_s - job.request.arrival_s
 
 
-def _tpot_s(job: Job) -> float:
+def _tpot_s(job: ReplayedRequest) -> float:
     assert job.first_token_s is not None and job.finished_s is not None
     return (job.finished_s - job.first_token_s) / (job.request.num_output_tokens - 1)

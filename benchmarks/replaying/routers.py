@@ -9,7 +9,7 @@ from benchmarks.replaying.published import PUBLISHED
 from benchmarks.replaying.rules import LongestPrefix, RoundRobin, Router, Rule, SessionHash
 from benchmarks.replaying.speeds import Speeds
 from benchmarks.replaying.traces import ReplayError
-from benchmarks.replaying.worker import Job, ReplayWorker
+from benchmarks.replaying.worker import ReplayedRequest, ReplayWorker
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.elastic import Plan
@@ -64,7 +64,7 @@ class Managed:
     def remove(self, worker_id: str) -> None:
         self._export(self._directory.remove_worker(worker_id))
 
-    def route(self, job: Job) -> tuple[str, str]:
+    def route(self, job: ReplayedRequest) -> tuple[str, str]:
         request = job.request
         admission, instructions = self._directory.admit(
             AdmitRequest(
@@ -81,7 +81,7 @@ class Managed:
             job.promised = frozenset(admission.prefill_awaited)
         return admission.prefill, admission.decode
 
-    def num_reachable(self, job: Job) -> int:
+    def num_reachable(self, job: ReplayedRequest) -> int:
         count = 0
         for block_hash, record in zip(
             job.request.hashes, self._directory.stock.blocks.leading(job.request.hashes), strict=False
@@ -92,10 +92,10 @@ class Managed:
             count += 1
         return count
 
-    def first_token(self, job: Job) -> None:
+    def first_token(self, job: ReplayedRequest) -> None:
         self._directory.first_token(str(job.number), 0, 0.0)
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: ReplayedRequest) -> None:
         self._export(self._directory.end_request(str(job.number), 0.0))
 
     def pool_changed(self, worker: ReplayWorker) -> None:

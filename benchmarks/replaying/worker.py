@@ -18,7 +18,7 @@ from raydix.engine.core.worker.block_pool import BlockPool
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ReplayedRequest:
     """A request on its way. Times are virtual seconds; `blocks` are held at its current worker."""
 
     number: int
@@ -48,15 +48,15 @@ class ReplayWorker:
         self.speeds = speeds
         self.fitted = fitted or speeds
         """Speeds reported by the worker."""
-        self.waiting: deque[Job] = deque()
-        self.incoming: deque[Job] = deque()
+        self.waiting: deque[ReplayedRequest] = deque()
+        self.incoming: deque[ReplayedRequest] = deque()
         """Handed over and waiting for blocks."""
-        self.prefilling: Job | None = None
+        self.prefilling: ReplayedRequest | None = None
         self._chunk_s = 0.0
         self.busy_s = 0.0
         self.timer = 0
         """Number of the latest decode event; older ones are void."""
-        self._decoding: list[tuple[float, int, Job]] = []
+        self._decoding: list[tuple[float, int, ReplayedRequest]] = []
         self._decoded = 0.0
         self._since = 0.0
 
@@ -64,7 +64,7 @@ class ReplayWorker:
     def is_idle(self) -> bool:
         return not (self.waiting or self.incoming or self._decoding) and self.prefilling is None
 
-    def take_blocks(self, job: Job, now: float, num_reachable: int = 0) -> bool:
+    def take_blocks(self, job: ReplayedRequest, now: float, num_reachable: int = 0) -> bool:
         """Give a job the cached prefix and room for the remaining blocks, its answer included where it decodes; False
         if full.
 
@@ -88,17 +88,17 @@ class ReplayWorker:
 
         return True
 
-    def publish(self, job: Job) -> None:
+    def publish(self, job: ReplayedRequest) -> None:
         """Name the blocks of a complete prompt."""
         for block, block_hash in zip(job.blocks, job.request.hashes, strict=False):
             if self.pool.hash_of(block) is None:
                 self.pool.seal(block, block_hash)
 
-    def give_back(self, job: Job, now: float) -> None:
+    def give_back(self, job: ReplayedRequest, now: float) -> None:
         self.pool.retire(job.blocks, now)
         job.blocks = []
 
-    def start_prefill(self, job: Job, now: float) -> float:
+    def start_prefill(self, job: ReplayedRequest, now: float) -> float:
         """Time at which the job will be done."""
         self._advance(now)
         self.prefilling = job
@@ -115,7 +115,7 @@ class ReplayWorker:
         self._advance(now)
         self.prefilling = None
 
-    def start_decode(self, job: Job, now: float) -> None:
+    def start_decode(self, job: ReplayedRequest, now: float) -> None:
         """The first token is there; the others follow."""
         self._advance(now)
         heapq.heappush(self._decoding, (self._decoded + job.request.num_output_tokens - 1, job.number, job))
@@ -127,7 +127,7 @@ class ReplayWorker:
         self._advance(now)
         return now + max(0.0, self._decoding[0][0] - self._decoded) * self._step_s
 
-    def pop_decoded(self, now: float) -> Job:
+    def pop_decoded(self, now: float) -> ReplayedRequest:
         """Return the answer that is complete now."""
         self._advance(now)
         target, _, job = heapq.heappop(self._decoding)

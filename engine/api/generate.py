@@ -127,7 +127,7 @@ def as_generate_request(value: GenerateRequest | Mapping[str, object]) -> Genera
         raise request_error(error, GenerateRequest) from None
 
 
-class AnswerCall(BaseModel):
+class HandleCall(BaseModel):
     """A call in an answer, or in a stream the next part of one: its beginning, or more of its arguments."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -157,7 +157,7 @@ class _Result(BaseModel):
         default=None,
         description="Reasoning before the text; None where there is none or it is part of the text.",
     )
-    tool_calls: tuple[AnswerCall, ...] | None = Field(default=None, description="None where the request has no tools.")
+    tool_calls: tuple[HandleCall, ...] | None = Field(default=None, description="None where the request has no tools.")
     token_ids: tuple[int, ...]
     logprobs: Annotated[tuple[TokenLogprobs, ...] | None, WrapValidator(_made_here)] = Field(
         default=None, description="One for each of token_ids, if asked for."
@@ -195,23 +195,23 @@ class GenerateChunk(_Result):
     usage: TokenUsage | None = None
 
 
-def whole_calls(message: AssembledMessage) -> tuple[AnswerCall, ...]:
+def whole_calls(message: AssembledMessage) -> tuple[HandleCall, ...]:
     """The calls of a whole answer."""
     return tuple(
-        AnswerCall(index=index, id=call.id, name=call.name, arguments="".join(call.arguments))
+        HandleCall(index=index, id=call.id, name=call.name, arguments="".join(call.arguments))
         for index, call in enumerate(message.calls)
     )
 
 
-def call_parts(events: Sequence[AnswerEvent], message: AssembledMessage) -> tuple[AnswerCall, ...]:
+def call_parts(events: Sequence[AnswerEvent], message: AssembledMessage) -> tuple[HandleCall, ...]:
     """The parts of calls among the events of a piece. `message` has all parts of the answer."""
     parts = []
     for event in events:
         match event:
             case CallBegins(index, name):
-                parts.append(AnswerCall(index=index, id=message.begun[index].id, name=name, arguments=""))
+                parts.append(HandleCall(index=index, id=message.begun[index].id, name=name, arguments=""))
             case ArgumentsPart(index, text):
-                parts.append(AnswerCall(index=index, arguments=text))
+                parts.append(HandleCall(index=index, arguments=text))
     return tuple(parts)
 
 

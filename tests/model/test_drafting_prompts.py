@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.drafting.questions import Question, Reader
+from benchmarks.drafting.questions import Question, QuestionReader
 from benchmarks.drafting.workloads import WORKLOADS
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
@@ -11,7 +11,7 @@ from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 @pytest.fixture(scope="module")
 def questions() -> dict[str, list[Question]]:
     try:
-        reader = Reader(resolve_model(DEFAULT_MODEL), 4096)
+        reader = QuestionReader(resolve_model(DEFAULT_MODEL), 4096)
     except StartupError as error:
         pytest.skip(str(error))
     return {name: reader.questions(workload) for name, workload in WORKLOADS.items()}

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from raydix.engine.core.batches.batch_run import BatchRun
-from raydix.engine.core.batches.lines import FIRST_PAUSE_S, MAX_ATTEMPTS, MAX_PAUSE_S, Allowance, LineQueue
+from raydix.engine.core.batches.lines import FIRST_PAUSE_S, MAX_ATTEMPTS, MAX_PAUSE_S, LineAllowance, LineQueue
 from raydix.engine.core.batches.records import (
     Answered,
     Opened,
@@ -137,7 +137,7 @@ def test_lines_to_be_tried_again_run_first() -> None:
 
 
 def test_batches_share_what_clients_leave() -> None:
-    allowance = Allowance(8)
+    allowance = LineAllowance(8)
     allowance.join("a", "t")
     assert allowance.free("a", num_others=0) == 8
     assert allowance.free("a", num_others=5) == 3
@@ -156,7 +156,7 @@ def test_batches_share_what_clients_leave() -> None:
 
 
 def test_one_line_runs_however_many_clients_there_are() -> None:
-    allowance = Allowance(4)
+    allowance = LineAllowance(4)
     allowance.join("a", "t")
     allowance.join("b", "t")
     assert allowance.free("a", num_others=100) == 1

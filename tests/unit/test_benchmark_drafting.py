@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.drafting.engines import Worker, Workshop, settings
+from benchmarks.drafting.engines import SteppedWorker, Workshop, settings
 from benchmarks.drafting.questions import Question
 from benchmarks.drafting.speed import MODES, Speed, counts_now
 from benchmarks.drafting.statistics import compared, since
@@ -104,7 +104,7 @@ def test_a_failed_request_ends_the_measurement() -> None:
             raise ValueError("broken")
 
     workshop = SmallWorkshop(Broken)
-    worker = Worker(workshop.engine(workshop.grammars(), None))
+    worker = SteppedWorker(workshop.engine(workshop.grammars(), None))
     with pytest.raises(RuntimeError, match="requests failed"):
         worker.submit(questions()[0].assignment("a"))
         worker.step()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.distribution import distribution
-from benchmarks.peers.process import Process, WorkerError
+from benchmarks.peers.process import PeerProcess, WorkerError
 
 ECHO = """
 import json, sys
@@ -24,7 +24,7 @@ def test_distribution() -> None:
 
 
 def test_a_process_answers_fails_and_ends(tmp_path: Path) -> None:
-    process = Process([sys.executable, "-c", ECHO], tmp_path / "log", {})
+    process = PeerProcess([sys.executable, "-c", ECHO], tmp_path / "log", {})
     try:
         assert process.ask({"say": "hello"}, 60) == {"hello": 1}
         with pytest.raises(WorkerError, match=r"^1$"):

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.drafting.questions import Question
 from benchmarks.drafting.speed import clients_of
-from benchmarks.drafting.statistics import Turn, compared, since, speed_table, spread
+from benchmarks.drafting.statistics import AnsweredWorkload, compared, since, speed_table, spread
 from benchmarks.drafting.workloads import WORKLOADS, chosen, encoded, load
 from raydix.engine.api.requests import parse_chat
 from raydix.engine.core.types import DraftSource, SamplingParams
@@ -54,11 +54,13 @@ def test_a_request_s_own_fields_count(tmp_path: Path) -> None:
 # Figures
 
 
-def turn(seconds: float, *, tokens: int = 41, answers: str = "a", drafted: int = 0, accepted: int = 0) -> Turn:
+def turn(
+    seconds: float, *, tokens: int = 41, answers: str = "a", drafted: int = 0, accepted: int = 0
+) -> AnsweredWorkload:
     """A turn with one answer whose first token takes no time."""
     counts = {source: DraftCounts() for source in DraftSource}
     counts[DraftSource.PAST].add(drafted, accepted)
-    return Turn(
+    return AnsweredWorkload(
         tokens=tokens,
         seconds=seconds,
         decode_tokens=tokens - 1,

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.exact import NUM_WORKERS, PLAIN, Result, split
+from benchmarks.exact import NUM_WORKERS, PLAIN, CircumstanceResult, split
 from raydix.configs import Config
 
-WELL = Result("in a crowd", answers=3, tokens=50, counts={"kills": 2})
+WELL = CircumstanceResult("in a crowd", answers=3, tokens=50, counts={"kills": 2})
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hostile_bodies import HostileBody, Sizes, fields_of, hostile_bodies
+from benchmarks.hostile_bodies import BodySizes, HostileBody, fields_of, hostile_bodies
 from raydix.engine.api.openapi import document as document_of
 from raydix.engine.api.requests import ChatCompletionRequest
 from raydix.engine.api.routes import ROUTES
 
-SMALL = Sizes(max_body_bytes=16 << 10)
+SMALL = BodySizes(max_body_bytes=16 << 10)
 """A corpus of small bodies has the same cases."""
 
 
@@ -49,7 +49,7 @@ def test_a_field_without_effect_leaves_the_rest_of_a_chat_valid(bodies: Sequence
 
 
 def test_bodies_of_the_largest_size_are_near_the_limit(document: dict[str, Any]) -> None:
-    sizes = Sizes()
+    sizes = BodySizes()
     started = time.process_time()
     large = [len(body.data()) for body in islice(hostile_bodies(document, sizes), 0, 40)]
     assert max(large) > 0.9 * sizes.max_body_bytes

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from raydix.engine.core.batches.lines import Allowance
+from raydix.engine.core.batches.lines import LineAllowance
 from raydix.engine.core.errors import OverloadedError
 from raydix.engine.core.ingress.room import Room
 from raydix.engine.core.memory import response_store, transcript_store
@@ -109,7 +109,7 @@ def test_one_tenant_does_not_fill_the_room_of_several(tenants: tuple[Tenant, ...
 
 
 def test_lines_are_shared_by_tenant_and_then_by_batch() -> None:
-    allowance = Allowance(12)
+    allowance = LineAllowance(12)
     for batch in ("a1", "a2", "a3"):
         allowance.join(batch, "a")
     assert allowance.free("a1", 0) == 4

@@ -14,7 +14,7 @@ import pytest
 from raydix.actors.ingress import frontend
 from raydix.engine.api.logprobs import SMALL, CompletionLogprobsWriter, TokenNames, chat_logprobs, prompt_logprobs
 from raydix.engine.api.slices import SLICE_IDS, Sliced, array_of, document, ids_of, whole
-from raydix.engine.core.ingress.answer_room import AnswerRoom, Claim
+from raydix.engine.core.ingress.answer_room import AnswerRoom, RoomClaim
 from raydix.engine.core.types import TokenLogprobs
 from tests.unit.ingress import Replica, Reply, Served, body_of, call, objects_of
 from tests.unit.served_app import app
@@ -142,7 +142,7 @@ def test_a_stream_that_is_left_while_it_waits_for_memory_gives_its_place_back(mo
 
     async def run() -> None:
         replica = Replica()
-        replica.answer_room.ask(Claim("another", 64 << 20, lambda: None))
+        replica.answer_room.ask(RoomClaim("another", 64 << 20, lambda: None))
         first = asyncio.ensure_future(anext(replica.frontend.stream({"prompt": "hi", "prompt_logprobs": 1})))
         while not replica.answer_room.num_waiting:
             assert not first.done(), "the answer did not wait"
@@ -159,8 +159,8 @@ def test_a_claim_waits_for_memory_and_never_fails() -> None:
     room = AnswerRoom(100)
     granted: list[str] = []
 
-    def ask(tenant: str, size: int) -> Claim:
-        claim = Claim(tenant, size, lambda: granted.append(f"{tenant}{size}"))
+    def ask(tenant: str, size: int) -> RoomClaim:
+        claim = RoomClaim(tenant, size, lambda: granted.append(f"{tenant}{size}"))
         room.ask(claim)
         room.check_integrity()
         return claim
@@ -189,7 +189,7 @@ def test_claims_of_many_tenants_all_come_to_their_turn() -> None:
     room, held = AnswerRoom(1000), []
     waiting = set()
     for number in range(500):
-        claim = Claim(chance.choice("abcd"), chance.choice([10, 200, 600, 3000]), lambda: None)
+        claim = RoomClaim(chance.choice("abcd"), chance.choice([10, 200, 600, 3000]), lambda: None)
         room.ask(claim)
         waiting.add(claim)
         held = [each for each in waiting if each.is_held]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.mixed_bodies import KINDS, SHARED, as_collected, ask, collected, essence, prompt
-from benchmarks.soak import Process, Sample, slope_per_hour, summary, table
+from benchmarks.soak import ProcessSample, ServerSample, slope_per_hour, summary, table
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,8 +70,10 @@ def test_one_other_token_text_or_log_probability_is_a_difference(path: tuple[Any
     assert essence(other) != essence(ANSWER)
 
 
-def sample(at_s: float, uss: float) -> Sample:
-    return Sample(at_s, {"Worker 7": Process(uss + 50, uss, 40, 9), f"Reader {at_s}": Process(9, 9, 3, 1)}, 1.0, {}, 0)
+def sample(at_s: float, uss: float) -> ServerSample:
+    return ServerSample(
+        at_s, {"Worker 7": ProcessSample(uss + 50, uss, 40, 9), f"Reader {at_s}": ProcessSample(9, 9, 3, 1)}, 1.0, {}, 0
+    )
 
 
 def test_the_slope_is_that_of_the_second_half() -> None:

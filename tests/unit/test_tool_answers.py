@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raydix.engine.api.generate import AnswerCall
+from raydix.engine.api.generate import HandleCall
 from raydix.engine.core.ingress.parsers import HERMES, LLAMA3, MISTRAL, ToolFormat
 from raydix.engine.core.types import FinishReason
 from tests.unit.ingress import ANSWER, END, Replica
@@ -210,6 +210,6 @@ def test_the_handle_gives_calls() -> None:
     assert (call.index, call.name, json.loads(call.arguments)) == (0, "clock", {"zone": "UTC"})
     parts = [part for chunk in chunks for part in chunk.tool_calls]
     assert "".join(chunk.text for chunk in chunks) == "So." and chunks[-1].finish_reason is FinishReason.TOOL_CALLS
-    assert parts[0] == AnswerCall(index=0, id=parts[0].id, name="clock", arguments="")
+    assert parts[0] == HandleCall(index=0, id=parts[0].id, name="clock", arguments="")
     assert "".join(part.arguments for part in parts) == call.arguments
     assert asyncio.run(replica("x").frontend.generate({"messages": MESSAGES})).tool_calls is None

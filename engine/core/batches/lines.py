@@ -5,7 +5,7 @@ into pieces of `PIECE` characters. Lines with equal first pieces stand side by s
 equal pieces, and so on, as in a walk through a prefix tree: a beginning is needed in one stretch of time and is evicted
 at most once. Otherwise the order is the file's.
 
-`LineQueue` has the waiting lines of a batch in that order, with lines to be tried again later. `Allowance` shares a
+`LineQueue` has the waiting lines of a batch in that order, with lines to be tried again later. `LineAllowance` shares a
 limit of running lines among the tenants with batches under way, and each share among the batches.
 """
 
@@ -95,7 +95,7 @@ class LineQueue:
         assert all(attempts < MAX_ATTEMPTS for attempts in self._attempts.values())
 
 
-class Allowance:
+class LineAllowance:
     """A limit of `limit` running lines, less the requests of clients, in equal shares."""
 
     def __init__(self, limit: int) -> None:

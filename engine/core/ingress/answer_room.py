@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True, eq=False)
-class Claim:
+class RoomClaim:
     """A claim of one answer. `granted` is called once, when there is room."""
 
     tenant: str
@@ -30,7 +30,7 @@ class AnswerRoom:
         self._budget_bytes = budget_bytes
         self._held: Counter[str] = Counter()
         """Bytes granted, by tenant."""
-        self._waiting: dict[str, deque[Claim]] = {}
+        self._waiting: dict[str, deque[RoomClaim]] = {}
         """Claims by tenant, each tenant's in the order of their arrival; no tenant without any."""
 
     @property
@@ -48,12 +48,12 @@ class AnswerRoom:
         self._budget_bytes = budget_bytes
         self._grant()
 
-    def ask(self, claim: Claim) -> None:
+    def ask(self, claim: RoomClaim) -> None:
         """Grant the claim now or later, after the earlier ones of its tenant."""
         self._waiting.setdefault(claim.tenant, deque()).append(claim)
         self._grant()
 
-    def leave(self, claim: Claim) -> None:
+    def leave(self, claim: RoomClaim) -> None:
         """Give back what was granted, or stop waiting."""
         if claim.is_held:
             claim.is_held = False
@@ -83,7 +83,7 @@ class AnswerRoom:
             else:
                 return
 
-    def _remove(self, claim: Claim) -> None:
+    def _remove(self, claim: RoomClaim) -> None:
         queue = self._waiting[claim.tenant]
         queue.remove(claim)
         if not queue:
