@@ -15,7 +15,6 @@ from raydix.actors.ingress.cache_control import CacheOperations
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.engine.api.batches import LineAnswer, failed_answer
-from raydix.engine.api.context_edits import ContextEdits
 from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse, as_embed_request
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
 from raydix.engine.api.responses import Json, model_object
@@ -23,7 +22,6 @@ from raydix.engine.api.spec import Api
 from raydix.engine.core.errors import RaydixError, ServiceError
 from raydix.engine.core.ingress.answer_room import AnswerRoom, RoomClaim
 from raydix.engine.core.ingress.room import Allowance, Room
-from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
 from raydix.engine.core.tenants import Tenant, Tenants
 from raydix.engine.serving.accounting import BATCH, Accounting, internal_error
 from raydix.engine.serving.background_responses import BackgroundResponses
@@ -32,7 +30,7 @@ from raydix.engine.serving.job import Job
 from raydix.engine.serving.output import OutputProcessor
 from raydix.engine.serving.preparation import Preparation
 from raydix.engine.serving.reader_pool import RequestReader
-from raydix.engine.serving.rendering import Body, Renderer, Rendering, joined
+from raydix.engine.serving.rendering import Renderer, Rendering, joined
 from raydix.engine.serving.request_table import RequestTable
 from raydix.engine.serving.served_model import ServedModel
 from raydix.engine.serving.stored_responses import StoredResponses
@@ -91,11 +89,11 @@ class Frontend:
         self._room = parts.room
         self._reader = parts.reader
         self._dispatcher = parts.dispatcher
-        self._preparation = parts.preparation
-        self._output = parts.output
-        self._rendering = parts.rendering
+        self.preparation = parts.preparation
+        self.output = parts.output
+        self.rendering = parts.rendering
         self._answer_room = parts.answer_room
-        self._compaction = Compaction(
+        self.compaction = Compaction(
             parts.preparation, parts.output, self.accounted, parts.reader, parts.dispatcher.prepare
         )
         self._renderers = parts.renderers
@@ -104,7 +102,7 @@ class Frontend:
             parts.responses,
             parts.preparation,
             parts.tenants,
-            begun_anew=self.begun_anew,
+            begun_anew=self.compaction.begun_anew,
             events=lambda job: self.events(job, self.renderer(job)),
         )
 
@@ -120,7 +118,7 @@ class Frontend:
 
     def change(self, limits: ReplicaLimits, tenants: Iterable[Tenant], name_of_key: Mapping[str, str]) -> None:
         """Take other limits and know these tenants alone, from the next request on; requests under way go on."""
-        self._preparation.limit(limits.max_requests)
+        self.preparation.limit(limits.max_requests)
         self._reader.limit(limits.max_waiting_bytes, limits.reader_processes)
         self._answer_room.limit(limits.answer_bytes)
         self.tenants.change(tenants, name_of_key)
@@ -147,74 +145,6 @@ class Frontend:
         return self._room.num_held if tenant.is_admin else self._room.held_by(tenant)
 
     # HTTP
-
-    async def prepare(
-        self,
-        route: str,
-        body: bytes,
-        tenant: Tenant,
-        *,
-        session: str | None = None,
-        objectives: Objectives = NO_OBJECTIVES,
-        name: str | None = None,
-        last_event_id: str | None = None,
-    ) -> Job:
-        """The job of a request in an HTTP body; arguments and errors as `Preparation.of_body`. One that begins anew
-        (`Job.begins_anew`) is given to `begun_anew`."""
-        return await self._preparation.of_body(
-            route,
-            body,
-            tenant,
-            session=session,
-            objectives=objectives,
-            name=name,
-            last_event_id=last_event_id,
-        )
-
-    async def begun_anew(
-        self, job: Job, *, session: str | None = None, objectives: Objectives = NO_OBJECTIVES, name: str | None = None
-    ) -> Job:
-        """The job to run in place of one that begins anew, which is closed. It comes when the summary has been
-        generated; errors as `prepare` and `collect`."""
-        return await self._compaction.begun_anew(job, session=session, objectives=objectives, name=name)
-
-    async def compacted(
-        self,
-        body: bytes,
-        tenant: Tenant,
-        *,
-        session: str | None = None,
-        objectives: Objectives = NO_OBJECTIVES,
-        name: str | None = None,
-    ) -> Job:
-        """The finished job of a summary in an HTTP body of `/v1/responses/compact`; errors as `prepare` and
-        `collect`."""
-        job = await self._preparation.of_body(
-            "compact", body, tenant, session=session, objectives=objectives, name=name
-        )
-        await self._compaction.summarise(job)
-        return job
-
-    def compact_body(self, job: Job) -> bytes:
-        """The HTTP response of a finished job of a summary."""
-        return self._compaction.body(job)
-
-    async def prepare_conversations(
-        self,
-        body: bytes,
-        tenant: Tenant,
-        *,
-        session: str | None = None,
-        objectives: Objectives = NO_OBJECTIVES,
-        name: str | None = None,
-    ) -> list[Job]:
-        """A job for each conversation in an HTTP body; arguments and errors as `Preparation.of_conversations`."""
-        return await self._preparation.of_conversations(body, tenant, session=session, objectives=objectives, name=name)
-
-    async def num_tokens(self, route: str, body: bytes, tenant: Tenant) -> tuple[int, ContextEdits | None]:
-        """Number of tokens of the prompt in an HTTP body, and its edits; errors as
-        `Preparation.of_body`."""
-        return await self._preparation.num_tokens(route, body, tenant)
 
     @contextmanager
     def accounted(self, job: Job) -> Iterator[None]:
@@ -246,25 +176,13 @@ class Frontend:
         finally:
             self._answer_room.leave(claim)
 
-    async def collect_all(self, jobs: Sequence[Job]) -> None:
-        """Run jobs beside each other; errors as `collect`."""
-        await self._output.collect_all(jobs)
-
-    async def conversations_body(self, jobs: Sequence[Job]) -> Body:
-        """The HTTP response of finished jobs, one for each of several conversations."""
-        return self._rendering.conversations_body(jobs)
-
-    async def collect(self, job: Job) -> None:
-        """Run a job that is answered as a whole. Raises ServiceError if a choice fails."""
-        await self._output.collect(job)
-
     def renderer(self, job: Job) -> Renderer:
         """Renderer of a job, in the form of the API that its request came by."""
         return self._renderers[job.spec.api](job)
 
     async def events(self, job: Job, renderer: Renderer) -> AsyncGenerator[bytes]:
         """Run a job; yields the server-sent events of its response, and accounts for the request. Errors as
-        `collect`."""
+        `OutputProcessor.collect`."""
         with self.accounted(job):
             async with self.answer_room(job):
                 async with aclosing(renderer.events()) as events:
@@ -283,11 +201,11 @@ class Frontend:
         """Answer a line of a batch; an error is an answer."""
         name = uuid.uuid4().hex
         try:
-            job = await self._preparation.of_line(route, body, tenant, name)
+            job = await self.preparation.of_line(route, body, tenant, name)
             with self.accounted(job):
                 async with self.answer_room(job):
-                    await self._output.collect(job)
-                    return LineAnswer(HTTPStatus.OK, name, await joined(self._rendering.body(job)))
+                    await self.output.collect(job)
+                    return LineAnswer(HTTPStatus.OK, name, await joined(self.rendering.body(job)))
         except RaydixError as error:
             self.accounting.refused(error, BATCH)
             return failed_answer(error, name)
@@ -312,28 +230,28 @@ class Frontend:
             job = await self._prepare(as_generate_request(request), stream=False)
             with self.accounted(job):
                 async with self.answer_room(job):
-                    await self._output.collect(job)
-            return await self._rendering.response(job)
+                    await self.output.collect(job)
+            return await self.rendering.response(job)
 
     async def generate_choices(self, request: GenerateRequest, n: int) -> list[GenerateResponse]:
         """`n` whole answers to one request, which share the prompt's KV; errors as `generate`."""
         with self.accounting.handle():
             spec = replace(request.spec(), n=n)
-            job = await self._preparation.of_spec(spec, self.tenants.named(request.tenant))
+            job = await self.preparation.of_spec(spec, self.tenants.named(request.tenant))
             with self.accounted(job):
                 async with self.answer_room(job):
-                    await self._output.collect(job)
-            return await self._rendering.responses(job)
+                    await self.output.collect(job)
+            return await self.rendering.responses(job)
 
     async def embed(self, request: EmbedRequest | Mapping[str, object]) -> EmbedResponse:
         """Embed the inputs of one request; errors as `generate`."""
         with self.accounting.handle():
             valid = as_embed_request(request)
-            job = await self._preparation.of_spec(valid.spec(), self.tenants.named(valid.tenant))
+            job = await self.preparation.of_spec(valid.spec(), self.tenants.named(valid.tenant))
             with self.accounted(job):
                 async with self.answer_room(job):
-                    await self._output.collect(job)
-            return await asyncio.to_thread(self._rendering.embeddings, job)
+                    await self.output.collect(job)
+            return await asyncio.to_thread(self.rendering.embeddings, job)
 
     async def stream(self, request: GenerateRequest | Mapping[str, object]) -> AsyncGenerator[GenerateChunk]:
         """Answer one request piece by piece; errors as `generate`."""
@@ -341,11 +259,11 @@ class Frontend:
             job = await self._prepare(as_generate_request(request), stream=True)
             is_first = True
             with self.accounted(job):
-                async with self.answer_room(job), aclosing(self._output.pieces(job.answers[0])) as pieces:
+                async with self.answer_room(job), aclosing(self.output.pieces(job.answers[0])) as pieces:
                     async for piece in pieces:
-                        yield self._rendering.chunk(job, piece, is_first=is_first)
+                        yield self.rendering.chunk(job, piece, is_first=is_first)
                         is_first = False
 
     async def _prepare(self, request: GenerateRequest, *, stream: bool) -> Job:
         tenant = self.tenants.named(request.tenant)
-        return await self._preparation.of_spec(request.spec(stream=stream), tenant)
+        return await self.preparation.of_spec(request.spec(stream=stream), tenant)

@@ -18,10 +18,10 @@ from raydix.engine.api.spec import GenerationSpec
 from raydix.engine.background import Background
 from raydix.engine.core.errors import RequestError, ServiceError
 from raydix.engine.core.ingress.generation import Generation
-from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
+from raydix.engine.core.tenants import Tenant
 from raydix.engine.serving.job import Job
 from raydix.engine.serving.output import OutputProcessor
-from raydix.engine.serving.preparation import Preparation
+from raydix.engine.serving.preparation import NO_HEADERS, Preparation, RequestHeaders
 from raydix.engine.serving.reader_pool import RequestReader, size_of
 
 
@@ -44,9 +44,7 @@ class Compaction:
         self._prepare = prepare
         self._background = Background()
 
-    async def begun_anew(
-        self, job: Job, *, session: str | None = None, objectives: Objectives = NO_OBJECTIVES, name: str | None = None
-    ) -> Job:
+    async def begun_anew(self, job: Job, headers: RequestHeaders = NO_HEADERS) -> Job:
         """The job of a request whose conversation begins anew: one behind a summary, or one of the conversation as it
         is where the model has written no summary. The caller closes it.
 
@@ -57,8 +55,9 @@ class Compaction:
         unread = job.unread
         assert unread is not None and unread.turn is not None
         job.close()  # The summary takes the place in the room meanwhile.
+        # The summary is a request of its own, without the client's name for the one that waits.
         about = await self._preparation.of_spec(
-            asking(unread, leaves_question=True), job.tenant, session=session, objectives=objectives
+            asking(unread, leaves_question=True), job.tenant, replace(headers, name=None)
         )
         await self._run(about)
         spec = replace(unread, turn=replace(unread.turn, compact_threshold=None))
@@ -67,17 +66,18 @@ class Compaction:
             text = begun_anew(unread.messages, summary)
             spec = compacted(unread, text, f"cmp_{about.head.id.removeprefix('resp_')}")
         origin = None if job.run is None else job.run.origin  # a response in the background has an id already
-        return await self._preparation.of_spec(
-            spec, job.tenant, session=session, objectives=objectives, name=name, origin=origin
-        )
+        return await self._preparation.of_spec(spec, job.tenant, headers, origin=origin)
 
-    async def summarise(self, job: Job) -> None:
-        """Run the job of a summary to its end, and have the KV of the shortened conversation computed at idle
-        priority. Raises ServiceError if it fails, or if the model has written no summary."""
+    async def of_body(self, body: bytes, tenant: Tenant, headers: RequestHeaders = NO_HEADERS) -> Job:
+        """Return the finished job of a summary in an HTTP body of `/v1/responses/compact`, and have the KV of the
+        shortened conversation computed at idle priority. Raises RequestError and ServiceError as
+        `Preparation.of_body`, and ServiceError if the summary fails, or if the model has written none."""
+        job = await self._preparation.of_body("compact", body, tenant, headers)
         await self._run(job)
         if not _text(job):
             raise ServiceError("the model wrote no summary: its answer has no text but reasoning")
         self._background.start(self._prepare_beginning(job))
+        return job
 
     def body(self, job: Job) -> bytes:
         """The response of `/v1/responses/compact` of a finished job of a summary."""

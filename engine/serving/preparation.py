@@ -101,6 +101,29 @@ class StreamStart:
             answer.is_by_token = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHeaders:
+    """The part of a request that stands in its headers, and counts where the body says nothing."""
+
+    session: str | None = None
+    objectives: Objectives = NO_OBJECTIVES
+    name: str | None = None
+    """Id of the request, which need not be unique. A new id takes the place of one of invalid form."""
+    last_event_id: str | None = None
+    """Wish for a stream whose events have ids (`raydix.engine.api.resuming`), in the form of its header."""
+
+    def completed(self, spec: GenerationSpec) -> GenerationSpec:
+        """Give a request the session and the objectives that its body does not name."""
+        own = spec.service
+        service = replace(
+            own, session_id=own.session_id or self.session, objectives=own.objectives.over(self.objectives)
+        )
+        return replace(spec, service=service)
+
+
+NO_HEADERS = RequestHeaders()
+
+
 @dataclass(frozen=True, slots=True)
 class PreparationFacts:
     """Facts of the model and the configuration that preparation needs."""
@@ -126,13 +149,6 @@ def _as_line(spec: GenerationSpec) -> GenerationSpec:
     if spec.service.priority:
         raise RequestError("'priority' is not supported in a batch, which has the lowest.", param="priority")
     return replace(spec, service=replace(spec.service, priority=LINE_PRIORITY))
-
-
-def _with_headers(spec: GenerationSpec, session: str | None, objectives: Objectives) -> GenerationSpec:
-    """The request with the session and the objectives of its headers, unless its body names them."""
-    own = spec.service
-    service = replace(own, session_id=own.session_id or session, objectives=own.objectives.over(objectives))
-    return replace(spec, service=service)
 
 
 def _request_id(spec: GenerationSpec, name: str | None, unique: str) -> str:
@@ -204,36 +220,18 @@ class Preparation:
         route: str,
         body: bytes,
         tenant: Tenant,
-        *,
-        session: str | None = None,
-        objectives: Objectives = NO_OBJECTIVES,
-        name: str | None = None,
-        last_event_id: str | None = None,
+        headers: RequestHeaders = NO_HEADERS,
     ) -> Job:
         """The job of a request in an HTTP body. The caller closes the job.
-
-        `session` and `objectives` count where the body names none. `name` is an id for requests whose body has none,
-        and need not be unique; in place of a name of invalid form there is a new one. With `last_event_id` the events
-        of the answer's stream have ids (`raydix.engine.api.resuming`).
 
         Raises:
             RequestError: the request is not valid; names the field.
             ServiceError: there is no room for the request, or the reading failed.
         """
-        wanted = None if last_event_id is None else StreamStart.read(last_event_id)
-        return await self._prepare(
-            (route, body), len(body), tenant, session=session, objectives=objectives, name=name, start=wanted
-        )
+        wanted = None if headers.last_event_id is None else StreamStart.read(headers.last_event_id)
+        return await self._prepare((route, body), len(body), tenant, headers, start=wanted)
 
-    async def of_conversations(
-        self,
-        body: bytes,
-        tenant: Tenant,
-        *,
-        session: str | None = None,
-        objectives: Objectives = NO_OBJECTIVES,
-        name: str | None = None,
-    ) -> list[Job]:
+    async def of_conversations(self, body: bytes, tenant: Tenant, headers: RequestHeaders = NO_HEADERS) -> list[Job]:
         """A job for each of several conversations in an HTTP body, which find room together or not at all; arguments
         and errors as `of_body`."""
         arrived_at = self._clock()
@@ -244,9 +242,9 @@ class Preparation:
         with self._room.reserve(len(readings), tenant) as permits:
             try:
                 for number, reading in enumerate(readings):
-                    spec = _with_headers(reading.spec, session, objectives)
+                    spec = headers.completed(reading.spec)
                     tenant.require_priority(spec.service.priority)
-                    own = _request_id(spec, name, unique)
+                    own = _request_id(spec, headers.name, unique)
                     origin = self._new_origin(own)
                     unique_id = f"{own}-{number}-{secrets.token_hex(4)}"
                     answers = await self._answers(replace(reading, spec=spec), tenant, origin, unique_id)
@@ -262,22 +260,18 @@ class Preparation:
     async def of_line(self, route: str, body: bytes, tenant: Tenant, name: str) -> Job:
         """The job of a line of a batch, with a name of the server's; errors as `of_body`, and RequestError for a
         stream."""
-        return await self._prepare((route, body), len(body), tenant, name=name, is_line=True)
+        return await self._prepare((route, body), len(body), tenant, RequestHeaders(name=name), is_line=True)
 
     async def of_spec(
         self,
         spec: GenerationSpec,
         tenant: Tenant,
+        headers: RequestHeaders = NO_HEADERS,
         *,
-        session: str | None = None,
-        objectives: Objectives = NO_OBJECTIVES,
-        name: str | None = None,
         origin: Origin | None = None,
     ) -> Job:
         """The job of a request in normal form, of this `origin` or a new one; arguments and errors as `of_body`."""
-        return await self._prepare(
-            spec, size_of(spec), tenant, session=session, objectives=objectives, name=name, origin=origin
-        )
+        return await self._prepare(spec, size_of(spec), tenant, headers, origin=origin)
 
     async def again(self, run: Run, tenant: Tenant) -> Job:
         """The job of a response in the background that is generated again, with the same bits; errors as `of_body`, and
@@ -289,9 +283,8 @@ class Preparation:
                 f"{fingerprint} is served now."
             )
         request = ("responses", run.body)
-        return await self._prepare(
-            request, len(run.body), tenant, session=run.session, name=run.origin.name, origin=run.origin
-        )
+        headers = RequestHeaders(session=run.session, name=run.origin.name)
+        return await self._prepare(request, len(run.body), tenant, headers, origin=run.origin)
 
     async def num_tokens(self, route: str, body: bytes, tenant: Tenant) -> tuple[int, ContextEdits | None]:
         """Number of tokens of the prompt in an HTTP body, and the edits that it asks for; errors as `of_body`."""
@@ -308,10 +301,8 @@ class Preparation:
         request: Request,
         size: int,
         tenant: Tenant,
+        headers: RequestHeaders,
         *,
-        session: str | None = None,
-        objectives: Objectives = NO_OBJECTIVES,
-        name: str | None,
         is_line: bool = False,
         start: StreamStart | None = None,
         origin: Origin | None = None,
@@ -319,11 +310,11 @@ class Preparation:
         arrived_at = self._clock()
         room = self._line_room if is_line else self._room
         reading = await self._read(request, size, tenant, room)
-        spec = _with_headers(reading.spec, session, objectives)
+        spec = headers.completed(reading.spec)
         if is_line:
             spec = _as_line(spec)
         self._check(spec, tenant, start)
-        request_id, origin = self._named(spec, name, start, origin)
+        request_id, origin = self._named(spec, headers.name, start, origin)
         most = min(room.most(tenant), room.max_requests // LINES_AT_ONCE) if is_line else room.most(tenant)
         with room.reserve(_num_permits(spec, most), tenant) as permits:
             job = Job(
@@ -343,7 +334,7 @@ class Preparation:
                 start.give_ids(job, origin)
             if spec.turn is not None and spec.turn.in_background:
                 if isinstance(request, tuple):
-                    job.run = Run(request[1], session, spec.form.stream, origin)
+                    job.run = Run(request[1], headers.session, spec.form.stream, origin)
                 # A stream that is read again has the same events, with the same numbers.
                 for answer in job.answers:
                     answer.is_by_token = True

@@ -479,8 +479,8 @@ class Replica:
 
     async def job(self, route: Any = "completion", **fields: Any) -> Any:
         """The job of a body with these fields."""
-        job = await self.frontend.prepare(route, body_of(route, **fields), EVERYONE)
-        return await self.frontend.begun_anew(job) if job.begins_anew else job
+        job = await self.frontend.preparation.of_body(route, body_of(route, **fields), EVERYONE)
+        return await self.frontend.compaction.begun_anew(job) if job.begins_anew else job
 
     async def closed_job(self, route: Any = "completion", **fields: Any) -> Any:
         """As `job`, for a look at the job without running it."""
@@ -498,7 +498,7 @@ class Replica:
         """The object of a whole answer."""
         job = await self.job(route, **fields)
         with self.frontend.accounted(job):
-            await self.frontend.collect(job)
+            await self.frontend.output.collect(job)
         return json.loads(await joined(await self.frontend.renderer(job).body()))
 
 

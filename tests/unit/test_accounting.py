@@ -62,7 +62,7 @@ def test_imported_tokens_are_hits_of_their_own() -> None:
         job = await replica.job()
         job.answers[0].generation.imported_tokens = 1
         with replica.frontend.accounted(job):
-            await replica.frontend.collect(job)
+            await replica.frontend.output.collect(job)
         return replica.ledger.ended[0]
 
     assert asyncio.run(run()).hits == {"local": 1, "imported": 1}

@@ -124,7 +124,7 @@ def test_the_beginning_of_the_shortened_conversation_is_computed_at_idle_priorit
     async def run() -> str:
         made = replica()
         body = body_of("responses", input=CHAT, instructions="brief")
-        job = await made.frontend.compacted(body, made.frontend.tenants.named(None))
+        job = await made.frontend.compaction.of_body(body, made.frontend.tenants.named(None))
         for _ in range(5):
             await asyncio.sleep(0)
         return "".join(map(chr, made.dispatcher.prepared[-1])) if job else ""

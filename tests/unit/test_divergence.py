@@ -472,9 +472,9 @@ def test_prompts_that_nobody_looks_for_are_not_recorded() -> None:
         rule = [{"type": "compaction", "compact_threshold": 1000}]
         said = [{"role": role, "content": "a word " * 200} for role in ("user", "assistant", "user")]
         body = body_of("responses", input=said, context_management=rule)
-        job = await made.frontend.prepare("responses", body, Tenant("a"))
+        job = await made.frontend.preparation.of_body("responses", body, Tenant("a"))
         assert job.begins_anew and made.records.explained(job.head.id, Tenant("a"), [])["ignored"] is None
-        anew = await made.frontend.begun_anew(job)
+        anew = await made.frontend.compaction.begun_anew(job)
         anew.close()
         assert made.records.explained(anew.head.id, Tenant("a"), [])["ignored"] is not None
 

@@ -103,10 +103,10 @@ def test_a_body_takes_only_some_places(served: Served, tenant: Tenant, num_held:
     replica = Replica(max_requests=INPUTS_AT_ONCE + 10)
 
     async def run() -> tuple[int, int]:
-        job = await replica.frontend.prepare("embeddings", orjson.dumps({"input": ["x"] * 100}), tenant)
+        job = await replica.frontend.preparation.of_body("embeddings", orjson.dumps({"input": ["x"] * 100}), tenant)
         held = replica.room.num_held
         with replica.frontend.accounted(job):
-            await replica.frontend.collect(job)
+            await replica.frontend.output.collect(job)
         return held, len(job.pooled())
 
     assert served(replica, run) == (num_held, 100)

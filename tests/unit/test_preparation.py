@@ -8,6 +8,7 @@ import pytest
 from raydix.engine.api.generate import GenerateRequest
 from raydix.engine.core.errors import ContextLengthError, OverloadedError, RaydixError, RequestError, ServiceError
 from raydix.engine.core.tenants import ANONYMOUS, EVERYONE, Tenant
+from raydix.engine.serving.preparation import RequestHeaders
 from tests.unit.ingress import END, FINGERPRINT, MODEL, Replica, body_of
 
 
@@ -73,13 +74,13 @@ def test_a_prepared_job_counts_until_it_is_closed() -> None:
 def test_a_tenants_own_limit() -> None:
     async def run() -> None:
         replica, tenant = Replica(), Tenant("a", max_requests=1)
-        job = await replica.frontend.prepare("completion", body_of("completion"), tenant)
+        job = await replica.preparation.of_body("completion", body_of("completion"), tenant)
         with pytest.raises(OverloadedError, match="of 'a'"):
-            await replica.frontend.prepare("completion", body_of("completion"), tenant)
+            await replica.preparation.of_body("completion", body_of("completion"), tenant)
         assert job.answers[0].generation.tenant == "a"
         job.close()
         with pytest.raises(RequestError, match="needs 2 answers, but at most 1"):
-            await replica.frontend.prepare("completion", body_of("completion", n=2), tenant)
+            await replica.preparation.of_body("completion", body_of("completion", n=2), tenant)
 
     asyncio.run(run())
 
@@ -88,7 +89,7 @@ def test_a_tenants_own_limit() -> None:
     ("name", "is_kept"), [("trace-1", True), ("two words", False), ("x" * 129, False), (None, False)]
 )
 def test_the_clients_name_of_a_request(name: str | None, is_kept: bool) -> None:
-    job = asyncio.run(Replica().frontend.prepare("chat", body_of("chat"), EVERYONE, name=name))
+    job = asyncio.run(Replica().preparation.of_body("chat", body_of("chat"), EVERYONE, RequestHeaders(name=name)))
     job.close()
     assert (job.request_id == name) == is_kept
     assert job.head.id == f"chatcmpl-{job.request_id}"
@@ -98,7 +99,7 @@ def test_the_clients_name_of_a_request(name: str | None, is_kept: bool) -> None:
 @pytest.mark.parametrize("header", [None, "trace-1", "two words"])
 def test_a_request_s_name_in_its_body_goes_before_the_header_that_serve_always_sets(header: str | None) -> None:
     body = body_of("completion", request_id="r-1")
-    job = asyncio.run(Replica().frontend.prepare("completion", body, EVERYONE, name=header))
+    job = asyncio.run(Replica().preparation.of_body("completion", body, EVERYONE, RequestHeaders(name=header)))
     job.close()
     assert job.head.id == "cmpl-r-1"
 
@@ -115,7 +116,7 @@ def test_a_request_s_name_in_its_body_goes_before_the_header_that_serve_always_s
 )
 def test_the_session_of_a_request(fields: dict[str, Any], header: str | None, expected: str | None) -> None:
     body = body_of("completion", **fields)
-    job = asyncio.run(Replica().frontend.prepare("completion", body, EVERYONE, session=header))
+    job = asyncio.run(Replica().preparation.of_body("completion", body, EVERYONE, RequestHeaders(session=header)))
     job.close()
     assert job.answers[0].generation.session == expected
 
@@ -167,7 +168,7 @@ def test_a_tenants_priorities_go_before_no_other_tenants() -> None:
     async def run(priority: int, tenant: Tenant) -> int:
         replica = Replica(max_requests=1)
         try:
-            job = await replica.frontend.prepare("completion", body_of("completion", priority=priority), tenant)
+            job = await replica.preparation.of_body("completion", body_of("completion", priority=priority), tenant)
         except RequestError as error:
             assert error.param == "priority"
             (await replica.job()).close()

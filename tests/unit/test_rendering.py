@@ -61,7 +61,7 @@ def test_a_stop_string_ends_the_generation(stop: Any, has_table: bool) -> None:
         replica = Replica(has_table=has_table)
         job = await replica.job(stop=stop)
         with closing(job):
-            await replica.frontend.collect(job)
+            await replica.frontend.output.collect(job)
             [answer] = job.answers
             assert answer.text == "one " if stop == "two" else "one"
             assert answer.finish is FinishReason.STOP and answer.generation.is_stopped
@@ -298,7 +298,7 @@ def test_the_first_choice_to_fail_ends_the_others() -> None:
         job = await replica.job(n=4)
         with closing(job):
             with pytest.raises(ServiceError, match="every worker died"):
-                await replica.frontend.collect(job)
+                await replica.frontend.output.collect(job)
             assert len(replica.dispatcher.ended) == len(replica.dispatcher.begun)
 
     asyncio.run(run())

@@ -21,7 +21,7 @@ TENANTS = Tenants([A, B, BOSS], {key_hash(name): name for name in ("a", "b", "bo
 
 async def job_of(replica: Replica, tenant: Tenant = EVERYONE, **fields: Any) -> Any:
     body = json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 20, **fields}).encode()
-    return await replica.frontend.prepare("completion", body, tenant)
+    return await replica.frontend.preparation.of_body("completion", body, tenant)
 
 
 def rows(replica: Replica, tenant: Tenant = EVERYONE) -> Any:
@@ -108,7 +108,7 @@ def test_a_tenant_sees_its_own_requests_and_an_administrator_all(served: Served)
         for tenant in (A, B):
             ended, under_way = await job_of(replica, tenant), await job_of(replica, tenant)
             with replica.frontend.accounted(ended):
-                await replica.frontend.collect(ended)
+                await replica.frontend.output.collect(ended)
             open_ones.append(replica.frontend.accounted(under_way))
             open_ones[-1].__enter__()
 
@@ -139,7 +139,7 @@ def test_events_have_what_changed(served: Served) -> None:
                 event, both = await next_of(events), await next_of(all_events)
                 assert [row["tenant"] for row in event["requests"]] == ["a"] and event["counts"]["waiting"] == 1
                 assert [row["tenant"] for row in both["requests"]] == ["b", "a"]
-                await replica.frontend.collect(own)
+                await replica.frontend.output.collect(own)
                 event = await next_of(events)
                 assert [(row["state"], row["number"]) for row in event["requests"]] == [("decoding", 2)]
             assert [row["state"] for row in (await next_of(events))["requests"]] == ["ended"]

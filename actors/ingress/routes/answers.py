@@ -38,6 +38,7 @@ from raydix.engine.api.responses import model_body, models_body, version_body
 from raydix.engine.api.route import Route
 from raydix.engine.core.errors import RequestError
 from raydix.engine.serving.job import Job
+from raydix.engine.serving.preparation import RequestHeaders
 from raydix.engine.serving.rendering import Body
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -47,21 +48,20 @@ SEQUENCE_NUMBER = re.compile("[0-9]{1,19}")
 
 async def conversations(request: Request) -> Response:
     here = replica(request)
-    jobs = await here.frontend.prepare_conversations(
-        await here.body_of(request),
-        request.state.tenant,
-        session=label_header(request, "x-session-id"),
-        objectives=objective_headers(request),
-        name=request.headers.get("x-request-id"),
-    )
+    frontend, headers = here.frontend, _headers(request)
+    jobs = await frontend.preparation.of_conversations(await here.body_of(request), request.state.tenant, headers)
     request.state.jobs = jobs
-    return await _whole(request, jobs, lambda: here.frontend.conversations_body(jobs))
+
+    async def body() -> Body:
+        return frontend.rendering.conversations_body(jobs)
+
+    return await _whole(request, jobs, body)
 
 
 async def count_tokens(request: Request) -> Response:
     here = replica(request)
     body = await here.body_of(request)
-    work = here.frontend.num_tokens(routes.COUNT_TOKENS.name, body, request.state.tenant)
+    work = here.frontend.preparation.num_tokens(routes.COUNT_TOKENS.name, body, request.state.tenant)
     num_tokens, edits = await while_connected(request, work)
     return json_response(count_body(num_tokens, edits), headers=request_id_header(request))
 
@@ -69,7 +69,7 @@ async def count_tokens(request: Request) -> Response:
 async def input_tokens(request: Request) -> Response:
     here = replica(request)
     body = await here.body_of(request)
-    work = here.frontend.num_tokens(routes.INPUT_TOKENS.name, body, request.state.tenant)
+    work = here.frontend.preparation.num_tokens(routes.INPUT_TOKENS.name, body, request.state.tenant)
     num_tokens, _ = await while_connected(request, work)
     return json_response(responses_count_body(num_tokens))
 
@@ -77,15 +77,9 @@ async def input_tokens(request: Request) -> Response:
 async def compact(request: Request) -> Response:
     here = replica(request)
     body = await here.body_of(request)
-    work = here.frontend.compacted(
-        body,
-        request.state.tenant,
-        session=label_header(request, "x-session-id"),
-        objectives=objective_headers(request),
-        name=request.headers.get("x-request-id"),
-    )
-    job = await while_connected(request, work)
-    return json_response(here.frontend.compact_body(job), headers=ignored_header(job.spec.ignored))
+    compaction = here.frontend.compaction
+    job = await while_connected(request, compaction.of_body(body, request.state.tenant, _headers(request)))
+    return json_response(compaction.body(job), headers=ignored_header(job.spec.ignored))
 
 
 async def response(request: Request, response_id: str) -> Response:
@@ -206,7 +200,7 @@ async def _whole(
 
         async def collect() -> None:
             await stack.enter_async_context(frontend.answer_room(*jobs))
-            await frontend.collect_all(jobs)
+            await frontend.output.collect_all(jobs)
 
         with frontend.all_accounted(jobs):
             await while_connected(request, collect())
@@ -217,27 +211,28 @@ async def _whole(
         return SlicedResponse(made, stack.pop_all(), headers)
 
 
-async def _prepare(request: Request, route: Route) -> Job:
-    """Read an HTTP body and return the job of the request in it, which the caller closes."""
-    here = replica(request)
-    session, objectives = label_header(request, "x-session-id"), objective_headers(request)
-    name = request.headers.get("x-request-id")
-    job = await here.frontend.prepare(
-        route.name,
-        await here.body_of(request),
-        request.state.tenant,
-        session=session,
-        objectives=objectives,
-        name=name,
+def _headers(request: Request) -> RequestHeaders:
+    """The headers that stand in for fields of the body. Raises RequestError naming the one at fault."""
+    return RequestHeaders(
+        session=label_header(request, "x-session-id"),
+        objectives=objective_headers(request),
+        name=request.headers.get("x-request-id"),
         last_event_id=request.headers.get(HEADER) or None,
     )
+
+
+async def _prepare(request: Request, route: Route) -> Job:
+    """Read an HTTP body and return the job of the request in it, which the caller closes."""
+    here, headers = replica(request), _headers(request)
+    body = await here.body_of(request)
+    job = await here.frontend.preparation.of_body(route.name, body, request.state.tenant, headers)
     if not job.begins_anew or (job.spec.turn is not None and job.spec.turn.in_background):
         return job
 
     jobs = [job]
 
     async def begin() -> None:
-        jobs.append(await here.frontend.begun_anew(job, session=session, objectives=objectives, name=name))
+        jobs.append(await here.frontend.compaction.begun_anew(job, headers))
 
     try:
         await while_connected(request, begin())
