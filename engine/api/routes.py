@@ -5,6 +5,7 @@ whose body asks the model for an answer is the same for all of them.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, Field, RootModel
@@ -616,27 +617,9 @@ HEALTH = Route(
     is_probe=True,
 )
 
-PING = Route(
-    method="GET",
-    path="/ping",
-    name="ping",
-    sentence="As `/health`, under SageMaker's name.",
-    access=Access.EVERYBODY,
-    response=Health,
-    errors=MANAGER,
-    is_probe=True,
-)
+PING = replace(HEALTH, path="/ping", name="ping", sentence="As `/health`, under SageMaker's name.")
 
-PING_BY_POST = Route(
-    method="POST",
-    path="/ping",
-    name="ping",
-    sentence="As `/health`, under SageMaker's name.",
-    access=Access.EVERYBODY,
-    response=Health,
-    errors=MANAGER,
-    is_probe=True,
-)
+PING_BY_POST = replace(PING, method="POST")
 
 LOAD = Route(
     method="GET",
