@@ -55,6 +55,16 @@ class ModelFacts:
     """True if the manager keeps answers for the drafts of later ones."""
 
 
+@dataclass(slots=True)
+class FollowedWorker:
+    """A worker whose token stream is read."""
+
+    epoch: int
+    is_silent: bool = False
+    named: frozenset[str] = frozenset()
+    """Requests that the worker's last words name, as long as nothing is heard of the worker."""
+
+
 class ClusterView:
     """Registered, followed and lost workers, and the last signs of life."""
 
@@ -69,11 +79,9 @@ class ClusterView:
 
         self._registered: dict[str, WorkerInfo] = {}
         """Workers that can be expected to live."""
-        self._followed: dict[str, int] = {}
-        """Epoch of each worker whose token stream is read."""
+        self._followed: dict[str, FollowedWorker] = {}
         self._signs = SignsOfLife()
         """Signs of life of followed workers."""
-        self._silent: set[str] = set()
         self._doubted: dict[str, tuple[int, float]] = {}
         """Epoch of each worker that is doubted, and the end of the doubt."""
         self._listed: frozenset[str] = frozenset()
@@ -84,8 +92,6 @@ class ClusterView:
         """Incarnations that are being looked for."""
         self._lost: dict[str, int] = {}
         """Epoch of the last incarnation of each worker that was found dead."""
-        self._named: dict[str, frozenset[str]] = {}
-        """The requests that the last words of each followed worker name, as long as nothing is heard of the worker."""
         self._num_starting = 0
         self._starts_on_demand = False
         self._manager_answered_at = now
@@ -146,8 +152,8 @@ class ClusterView:
         return tuple(self._registered.values())
 
     @property
-    def followed(self) -> Mapping[str, int]:
-        """Epochs of the workers whose token streams are read."""
+    def followed(self) -> Mapping[str, FollowedWorker]:
+        """The workers whose token streams are read."""
         return self._followed
 
     def preferred(self, session: str) -> WorkerInfo | None:
@@ -179,11 +185,11 @@ class ClusterView:
     def absent(self, admission: Admission) -> dict[str, int]:
         """The epochs of the admitted workers that are not followed."""
         incarnations = {admission.prefill: admission.prefill_epoch, admission.decode: admission.decode_epoch}
-        return {each: epoch for each, epoch in incarnations.items() if self._followed.get(each) != epoch}
+        return {each: epoch for each, epoch in incarnations.items() if self._followed_epoch(each) != epoch}
 
     def is_gone(self, worker_id: str, epoch: int) -> bool:
         """True if an incarnation that is not followed is dead, or older than the one that is followed."""
-        return epoch <= max(self._lost.get(worker_id, 0), self._followed.get(worker_id, 0))
+        return epoch <= max(self._lost.get(worker_id, 0), self._followed_epoch(worker_id))
 
     def search(self, incarnations: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
         """Note that incarnations are looked for; returns the incarnations that were not looked for yet."""
@@ -197,22 +203,20 @@ class ClusterView:
     def found(self, worker_id: str, epoch: int) -> bool:
         """The search for an incarnation has found it; returns True if a newer one is not followed already."""
         self._searched.discard((worker_id, epoch))
-        return self._followed.get(worker_id, 0) < epoch
+        return self._followed_epoch(worker_id) < epoch
 
     def not_found(self, worker_id: str, epoch: int) -> None:
         self._searched.discard((worker_id, epoch))
 
     def follow(self, worker_id: str, epoch: int, now: float) -> None:
-        self._followed[worker_id] = epoch
+        self._followed[worker_id] = FollowedWorker(epoch)
         self._signs.heard(worker_id, now)
         self._trust(worker_id, epoch)
 
     def leave(self, worker_id: str, now: float, *, is_dead: bool) -> int:
         """Follow a worker no longer; returns the epoch of the incarnation."""
-        epoch = self._followed.pop(worker_id)
+        epoch = self._followed.pop(worker_id).epoch
         self._signs.forget(worker_id)
-        self._silent.discard(worker_id)
-        self._named.pop(worker_id, None)
         self._doubted.pop(worker_id, None)
         if is_dead:
             self._note_dead(worker_id, epoch)
@@ -230,10 +234,10 @@ class ClusterView:
 
     def heard(self, worker_id: str, now: float) -> None:
         """A worker has sent tokens, or has answered a ping."""
-        if worker_id in self._signs:
+        worker = self._followed.get(worker_id)
+        if worker is not None:
             self._signs.heard(worker_id, now)
-            self._silent.discard(worker_id)
-            self._named.pop(worker_id, None)
+            worker.is_silent, worker.named = False, frozenset()
             self._doubted.pop(worker_id, None)
 
     def quiet(self, now: float, silence_s: float) -> Sequence[WorkerInfo]:
@@ -248,11 +252,7 @@ class ClusterView:
     def last_words(self, worker_id: str, request_ids: Iterable[str]) -> None:
         """A followed worker that has died, or answers nothing, computed for these requests."""
         if worker_id in self._followed:
-            self._named[worker_id] = frozenset(request_ids)
-
-    def named_by(self, worker_id: str) -> Set[str]:
-        """The requests that the last words of a followed worker name."""
-        return self._named.get(worker_id, frozenset())
+            self._followed[worker_id].named = frozenset(request_ids)
 
     def stood_still(self, late_s: float) -> None:
         """Extend all deadlines by `late_s`, for which this process itself was stopped and received nothing."""
@@ -262,7 +262,7 @@ class ClusterView:
     @property
     def avoided(self) -> Set[str]:
         """Workers that are silent or doubted; none if no other worker could take their requests."""
-        avoided = self._silent | self._doubted.keys()
+        avoided = {name for name, worker in self._followed.items() if worker.is_silent} | self._doubted.keys()
         return avoided if self._registered.keys() - avoided else set()
 
     def newly_silent(self, now: float) -> Set[str]:
@@ -271,8 +271,12 @@ class ClusterView:
         self._doubted = {name: doubt for name, doubt in self._doubted.items() if now < doubt[1]}
         silent = set(self._signs.silent(now, self._timeouts.worker_silent_s))
         others = self._registered.keys() - silent - self._doubted.keys()
-        before, self._silent = self._silent, silent if others else set()
-        return self._silent - before
+        new = set()
+        for name, worker in self._followed.items():
+            was_silent, worker.is_silent = worker.is_silent, bool(others) and name in silent
+            if worker.is_silent and not was_silent:
+                new.add(name)
+        return new
 
     def is_leaving(self, worker_id: str) -> bool:
         """True if the manager's last list said that a worker is about to stop."""
@@ -285,6 +289,11 @@ class ClusterView:
         return sorted(self._leaving & self._followed.keys()) if others else ()
 
     # Inside
+
+    def _followed_epoch(self, worker_id: str) -> int:
+        """Epoch of the incarnation that is followed; 0 for none."""
+        worker = self._followed.get(worker_id)
+        return 0 if worker is None else worker.epoch
 
     def _trust(self, worker_id: str, epoch: int) -> None:
         """End a doubt about an earlier incarnation."""

@@ -269,14 +269,14 @@ class Dispatch:
         """The token stream of an incarnation up to `epoch` has ended: its requests go on elsewhere. A worker that lives
         ends the stream of a replica that it takes for gone, and may be followed again."""
         followed = self._view.followed.get(worker_id)
-        if followed is None or followed > epoch:
+        if followed is None or followed.epoch > epoch:
             return []
-        named = self._view.named_by(worker_id) if is_dead else frozenset[str]()
+        named = followed.named if is_dead else frozenset[str]()
         self._view.leave(worker_id, now, is_dead=is_dead)
 
         affected = self._entries.affected_by(worker_id)
-        lost = WorkerLost(worker_id, followed, reason, len(affected), self._view.is_leaving(worker_id))
-        incidents = self._count_incidents(worker_id, followed, named)
+        lost = WorkerLost(worker_id, followed.epoch, reason, len(affected), self._view.is_leaving(worker_id))
+        incidents = self._count_incidents(worker_id, followed.epoch, named)
         return [lost, *incidents, *self._do_without(worker_id, affected, now)]
 
     def tokens(self, worker_id: str, events: Iterable[StreamEvent], now: float) -> list[Instruction]:
@@ -349,8 +349,8 @@ class Dispatch:
         for worker_id in sorted(self._view.newly_silent(now)):
             affected = self._entries.affected_by(worker_id)
             instructions.append(WorkerSilent(worker_id, len(affected)))
-            epoch, named = self._view.followed[worker_id], self._view.named_by(worker_id)
-            instructions += self._count_incidents(worker_id, epoch, named)
+            worker = self._view.followed[worker_id]
+            instructions += self._count_incidents(worker_id, worker.epoch, worker.named)
             instructions += self._do_without(worker_id, affected, now)
         return instructions
 
