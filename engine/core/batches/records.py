@@ -81,10 +81,18 @@ def encode(record: Record) -> bytes:
         case Answered(number, has_failed, output):
             assert b"\n" not in output, "a record is one line"
             content = b"%s %d %b" % (b"failed" if has_failed else b"answered", number, output)
-        case _:
-            fields = json.dumps(asdict(record), separators=(",", ":"))
-            content = f"{type(record).__name__.lower()} {fields}".encode()
+        case Opened():
+            content = _named(b"opened", record)
+        case Stopped():
+            content = _named(b"stopped", record)
+        case OutputEnded():
+            content = _named(b"ended", record)
     return b"%08x %b\n" % (crc32(content), content)
+
+
+def _named(kind: bytes, record: Opened | Stopped | OutputEnded) -> bytes:
+    """The content of a line of this kind: the record's fields as JSON."""
+    return b"%b %b" % (kind, json.dumps(asdict(record), separators=(",", ":")).encode())
 
 
 def decode(line: bytes) -> Record | None:
