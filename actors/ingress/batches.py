@@ -107,6 +107,7 @@ class Batches:
     @contextmanager
     def uploading(self, tenant: str) -> Iterator[None]:
         """Count an arriving file. Raises OverloadedError where there are too many, of all tenants or of this one."""
+        # The total bounds memory and descriptors; a tenant's share leaves room for the others.
         num_arriving, num_own = self._uploads.total, self._uploads.used(tenant)
         if num_arriving >= MAX_UPLOADS:
             raise OverloadedError(f"{num_arriving} files are arriving already; try again later")
@@ -120,6 +121,7 @@ class Batches:
 
     async def _watch(self) -> None:
         while True:
+            # Cleared before the look: a batch that comes meanwhile is seen by another look at once.
             self._changed.clear()
             try:
                 for batch in await asyncio.to_thread(self.store.open_batches):
@@ -146,9 +148,11 @@ class Batches:
     def _consider(self, batch: StoredBatch) -> None:
         """Run a batch, if the replica may and has time."""
         batch_id, now = batch.record.id, self._clock()
+        # A batch that could not be read or written is tried again later, not at every look.
         is_resting = time.monotonic() < self._resting.get(batch_id, 0.0)
         if batch_id in self._running or is_resting or not self._has_time(batch):
             return
+        # A batch that is over needs no model and no tenant any more: its output is still to be put in place.
         is_over = batch.progress.outcome is not None or now >= batch.record.expires_at
         if not is_over and (self._tenant_of(batch) is None or batch.record.model != self.model_name):
             return
@@ -160,6 +164,7 @@ class Batches:
     def _has_time(self, batch: StoredBatch) -> bool:
         """True if the replica can run one more batch of this one's tenant."""
         tenant = batch.record.tenant
+        # With one tenant there is nobody to leave room for.
         if not self._tenants.are_several:
             return len(self._running) < MAX_BATCHES
         return not self._batches.used(tenant) or self._batches.may_take(tenant, 1, MAX_BATCHES)
@@ -168,6 +173,7 @@ class Batches:
         batch_id = batch.record.id
         try:
             with self.store.taken(batch) as is_taken:
+                # Another replica may hold the lock: the folder is shared, and the batch runs there.
                 if is_taken:
                     await self._complete(batch)
         except Exception:  # of any kind: it may go next time, and others shall go on now

@@ -127,12 +127,16 @@ class Dispatcher:
         """
         delivery = self._deliveries[generation.request_id] = _Delivery()
         try:
+            # From here on the request is known to `Dispatch`, which must hear of its end whatever happens: the reader
+            # may be cancelled at every await below.
             self._carry_out(self._dispatch.begin(generation, time.monotonic()))
             while True:
                 await delivery.arrived.wait()
+                # Cleared before the inbox is taken: tokens that come in between set it again.
                 delivery.arrived.clear()
                 if generation.failure is not None:
                     raise generation.failure
+                # All that has come is one piece: a slow reader gets fewer and longer ones, and nothing queues up.
                 events, delivery.inbox = delivery.inbox, []
                 if events:
                     yield events
@@ -166,6 +170,7 @@ class Dispatcher:
         """Send what `Dispatch` decided, and see to what waits for the end of the turn or for a time."""
         for instruction in instructions:
             self._carry_out_one(instruction)
+        # What one turn of the event loop gathers goes out as one call for each receiver.
         if self._admits or self._dispatch.has_unsent:
             self._flush_soon()
         self._set_timer()
@@ -181,9 +186,11 @@ class Dispatcher:
             case Follow(worker_id, epoch):
                 self._background.start(self._find(worker_id, epoch))
             case Read(worker_id, epoch):
+                # The client of exactly this incarnation: an earlier one may still be read to its end.
                 client = self._followed[worker_id] = self._found[worker_id, epoch]
                 self._reading[worker_id] = self._background.start(self._read(worker_id, epoch, client))
             case AskWorkers(is_probe):
+                # One question of each kind at a time: a manager that is slow shall not be asked by everybody.
                 if is_probe not in self._asking:
                     self._asking.add(is_probe)
                     self._background.start(self._ask_workers(is_probe=is_probe))
@@ -210,6 +217,7 @@ class Dispatcher:
 
     def _call(self, instruction: Submit | Abort | StopAwaiting | Ping) -> None:
         """Call a worker without waiting. Only a submission's failure matters: of a death the token stream tells."""
+        # A worker that is followed no longer has ended its attempts with its stream.
         client = self._followed.get(instruction.worker_id)
         if client is None:
             return
@@ -249,6 +257,7 @@ class Dispatcher:
             return
         due = self._dispatch.retry_at
         if due is not None:
+            # One timer for the earliest retry; `_tick` sets the next one.
             delay_s = max(0.0, due - time.monotonic())
             self._retry = run_detached(asyncio.get_running_loop().call_later, delay_s, self._tick)
 
@@ -264,6 +273,8 @@ class Dispatcher:
                 lambda manager: manager.admit(requests), timeout_s=ADMIT_TIMEOUT_S, is_prompt=True
             )
         except ServiceError:
+            # With a client the manager is only slow, and may admit these attempts later; without one nobody has heard
+            # of them.
             is_silent = self._manager.client is not None
             self._carry_out(self._dispatch.not_admitted(requests, time.monotonic(), is_silent=is_silent))
             return
@@ -285,12 +296,14 @@ class Dispatcher:
             self._dispatch.no_membership()
         else:
             nodes = {each.worker_id: each.process.node for each in membership.workers if each.process is not None}
+            # A worker that the manager has dropped keeps its node while its stream is read: its last words lie there.
             self._nodes = {name: node for name, node in self._nodes.items() if name in self._followed} | nodes
             self._carry_out(self._dispatch.membership(membership, time.monotonic()))
         finally:
             self._asking.discard(is_probe)
 
     async def _start_worker(self) -> None:
+        # A start takes long, and each request that waits asks again.
         if self._is_starting_worker:
             return
         self._is_starting_worker = True
@@ -316,6 +329,7 @@ class Dispatcher:
         for worker in self._dispatch.quiet_workers(now, PING_S):
             if self._watch.computes(worker.process, now):
                 self._dispatch.computes(worker.worker_id, now)
+            # Words of another node are read by a call there, so once at a time for each worker.
             if worker.worker_id not in self._asked_words:
                 self._asked_words.add(worker.worker_id)
                 self._background.start(self._hear_words(worker.worker_id, worker.epoch))
@@ -346,6 +360,7 @@ class Dispatcher:
             if is_ping:
                 self._flush_soon()  # what could not be told while the manager was away
             late_s = await sleep(PING_S / LOOKS_PER_PING)
+            # Deadlines move only for a process that was stopped: small delays are what a busy machine has always.
             late_s = late_s if late_s > STOPPED_S else 0.0
 
     # Workers

@@ -164,9 +164,11 @@ class Frontend:
     async def answer_room(self, *jobs: Job) -> AsyncGenerator[None]:
         """Hold memory for the jobs' answers, where they may be large, until the block ends; waits for it first."""
         num_bytes = sum(job.held_bytes(self._model.hidden_size) for job in jobs)
+        # Most answers are small, and wait for nobody.
         if num_bytes < SMALL_BYTES:
             yield
             return
+        # The claim stands from here on in the order of arrival, until it is left below, granted or not.
         granted = asyncio.Event()
         claim = RoomClaim(jobs[0].tenant.name, num_bytes, granted.set)
         self._answer_room.ask(claim)
@@ -188,6 +190,7 @@ class Frontend:
                 async with aclosing(renderer.events()) as events:
                     async for data in events:
                         yield data
+                # A stream that can be resumed has the place of its end in its last event, so the end is one piece.
                 if job.event_ids is not None:
                     yield job.event_ids.mark_end(await joined(renderer.end()))
                     return
@@ -206,6 +209,7 @@ class Frontend:
                 async with self.answer_room(job):
                     await self.output.collect(job)
                     return LineAnswer(HTTPStatus.OK, name, await joined(self.rendering.body(job)))
+        # A line's error is its answer: the batch goes on.
         except RaydixError as error:
             self.accounting.refused(error, BATCH)
             return failed_answer(error, name)

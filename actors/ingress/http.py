@@ -58,6 +58,7 @@ async def read_body(request: Request, limit: int, room: BodyRoom, timeout_s: flo
         ClientGoneError: the client left before the end of the body.
     """
     too_large = BodyTooLargeError(f"The request body has more than {limit} bytes, which is the limit here.")
+    # Refused before a byte is read where the client says how many come; others are counted as they come.
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and declared.isascii() and int(declared) > limit:
         raise too_large
@@ -167,6 +168,7 @@ class SlicedResponse(Response):
             if pump.done():
                 pump.result()
         finally:
+            # Memory of the answer is given back last, when neither task can touch the answer any more.
             async with self._held:
                 await _cancel(pump, gone)
 
@@ -231,6 +233,7 @@ class EventStreamResponse(Response):
                 pump.result()
         finally:
             try:
+                # The end of the pump closes the events, and so ends the request at its workers.
                 await _cancel(pump, gone, comments)
             finally:
                 if self._on_end is not None:
@@ -258,6 +261,7 @@ class EventStreamResponse(Response):
             head = _encoded({**usual, **self._more_headers})
             await send({"type": "http.response.start", "status": 200, "headers": head})
         self._sent_at = time.monotonic()
+        # A slice of a long event has no blank line at its end; a comment there would be a part of the event's data.
         self._is_inside = not data.endswith(b"\n\n")
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -267,6 +271,7 @@ class EventStreamResponse(Response):
             await asyncio.sleep(self._sent_at + QUIET_S - time.monotonic())
             if self._is_over:
                 return
+            # The rest of the event is coming, which is a sign of life itself.
             if self._is_inside:
                 self._sent_at = time.monotonic()
             elif time.monotonic() >= self._sent_at + QUIET_S:
@@ -281,6 +286,7 @@ class HeadAsGet:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
+        # Other methods, and messages of the server's own life, pass as they are.
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
@@ -307,6 +313,7 @@ class HeadAsGet:
 
 def _begun(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
     """A task for the current one's request, whose name it has for the watchdog."""
+    # The watchdog blames a task by its name for a held event loop.
     current = asyncio.current_task()
     return asyncio.create_task(work, name=None if current is None else current.get_name())
 

@@ -57,6 +57,7 @@ class Recorder:
         began = datetime.now(UTC)
         self._path = folder / f"requests-{began:%Y%m%dT%H%M%S}-{os.getpid()}.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
+        # Nobody else may read prompts, nor may a link that lies there be written through.
         self._file: int | None = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._num_left = most_bytes
         self._began_at = time.monotonic()
@@ -87,6 +88,7 @@ class Recorder:
         with self._writing:
             if self._file is None:
                 return
+            # Counted before the write: the file never has more than its limit, and a line is whole or not there.
             self._num_left -= len(data)
             if self._num_left < 0:
                 self._end("the file is full")

@@ -49,8 +49,10 @@ class IngressReplica:
         """Build and start everything. Raises StartupError if the model or a public prefix cannot be used."""
         self.config = config
         self._bodies = BodyRoom(config.ingress.max_waiting_mib << 20)
+        # The tokenizer's library would import torch, with which a process is four times as large.
         await asyncio.to_thread(forgo_torch)
         holds = HoldMetrics(replica_id)
+        # Reading the tokenizer takes seconds, in which the event loop must answer health checks.
         self.frontend = await asyncio.to_thread(build_frontend, self.config, runtime, replica_id, holds)
         self.frontend.start()
         runtime.watch_process(holds)
@@ -58,6 +60,7 @@ class IngressReplica:
         if self.batches is not None:
             self.batches.start()
         self.recorder = recorder_of(config)
+        # Last of all: from here on requests are let in.
         self.is_built = True
         logger.info("ingress started", extra=about("started", replica=replica_id))
 
@@ -125,5 +128,6 @@ class IngressReplica:
         no such route or tenant."""
         if url not in ROUTES:
             raise RequestError(f"There is no route '{url[:100]}' for batches.", param="url")
+        # A tenant's limit is for its clients' requests; lines have limits of their own.
         owner = replace(self.frontend.tenants.named(tenant), max_requests=None)
         return await self.frontend.answer_line(ROUTES[url], body, owner)

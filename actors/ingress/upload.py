@@ -68,6 +68,7 @@ class Form:
             raise RequestError("A field of the form is not valid UTF-8.") from None
 
     def _begin_part(self) -> None:
+        # Parts are counted as they begin: each costs memory and calls, however short it is.
         self._num_parts += 1
         if self._num_parts > MAX_PARTS:
             raise RequestError(f"The form must have at most {MAX_PARTS} parts.")
@@ -88,6 +89,7 @@ class Form:
         elif self.filename is not None:
             raise RequestError("'file' is given twice.", param=FILE)
         else:
+            # Some clients send a path. The name is shown and never used as one, and its end is what a person knows.
             name = options.get(b"filename", b"").decode("utf-8", "replace").rpartition("/")[2]
             self.filename = name[:MAX_NAME] or FILE
 
@@ -97,6 +99,7 @@ class Form:
             return
         value = self._fields[self._name]
         value += data[start:end]
+        # Only the file may be large: it goes to the disk as it comes, and fields stay in memory.
         if len(value) > MAX_FIELD_BYTES:
             raise RequestError(f"'{self._name[:64]}' must have at most {MAX_FIELD_BYTES} bytes.", param=self._name[:64])
 

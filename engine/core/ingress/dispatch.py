@@ -220,6 +220,7 @@ class Dispatch:
         requests later: it is told that these attempts have ended."""
         instructions: list[Instruction] = []
         for request in requests:
+            # The manager may yet admit the attempt, and hears behind that that it is over.
             if is_silent:
                 self._outbox.ended.append(Ended(request.request_id, request.attempt))
             entry = self._entries.current(request.request_id, request.attempt)
@@ -250,6 +251,7 @@ class Dispatch:
     def found(self, worker_id: str, epoch: int, now: float) -> list[Instruction]:
         """A worker incarnation that was looked for is there."""
         instructions: list[Instruction] = []
+        # An incarnation that was found late may be older than the one that is followed by now.
         if self._view.found(worker_id, epoch):
             instructions += self.worker_lost(worker_id, epoch - 1, "a newer one is there", now, is_dead=True)
             self._view.follow(worker_id, epoch, now)
@@ -288,10 +290,12 @@ class Dispatch:
             if entry is None:
                 continue
             generation = entry.generation
+            # Behind all events of the attempt: if the request still waits for this worker, its last events were lost.
             if isinstance(event, AttemptOver):
                 if event == generation.attempt_name and generation.dies_with(worker_id):
                     instructions += self._attempt_lost(entry, worker_id, now)
                 continue
+            # A gap cannot be filled: another attempt goes on behind the last token delivered.
             if generation.lacks_before(event):
                 instructions += self._attempt_lost(entry, worker_id, now)
                 continue
@@ -304,6 +308,7 @@ class Dispatch:
                 instructions.append(DeliverTokens(event.request_id, due))
             if due:
                 generation.delivered(len(due), now, is_first=not was_answered)
+            # The manager takes the prefill off its worker's queue, and compares the time with its prediction.
             if due and not was_answered:
                 ttft_s = now - generation.placed_at
                 self._outbox.first_tokens.append(FirstToken(generation.request_id, generation.attempt, ttft_s))
@@ -374,6 +379,7 @@ class Dispatch:
 
     def _admit(self, entry: Entry, now: float) -> list[Instruction]:
         """Ask for workers. Blocks have no names before a worker's fingerprint is known."""
+        # Nobody could say what is cached without names of blocks, so the request waits for the first worker.
         if self._view.root is None:
             self._retry(entry, now)
             return [AskWorkers()]
@@ -394,6 +400,7 @@ class Dispatch:
         doubted since the manager was asked is avoided: nothing would move the request away from it later."""
         admission = entry.admission
         assert admission is not None
+        # Workers that were avoided when the manager was asked were chosen all the same: there are no better ones.
         if {admission.prefill, admission.decode} & (self._view.avoided - {*entry.avoided}):
             entry.admission = None
             return self._admit(entry, now)
@@ -403,6 +410,7 @@ class Dispatch:
             if self._view.is_gone(worker_id, epoch):
                 self._give_up_admission(entry, worker_id, epoch, now)
                 return []
+        # The request is sent when the last of its workers is found (`found`), or given up if one is not (`not_found`).
         if absent:
             return [Follow(worker_id, epoch) for worker_id, epoch in self._view.search(absent.items())]
 
@@ -448,6 +456,7 @@ class Dispatch:
             generation = entry.generation
             if generation.is_over:
                 continue
+            # By incarnation: a worker that dies and comes back counts again, and one that is named twice does not.
             generation.stopped.add((worker_id, epoch))
             number = len(generation.stopped)
             is_refused = number >= MAX_STOPPED and len(named) == 1

@@ -137,9 +137,11 @@ class Generation:
     def place(self, admission: Admission, block_size: int, now: float) -> None:
         """Record this attempt's workers."""
         self.prefill, self.decode = admission.prefill, admission.decode
+        # Once late, always behind: an attempt that is in time does not raise the priority again.
         if admission.gives_way:
             self.priority = max(self.priority, LATE_PRIORITY)
         self.placed_at = now
+        # Imports and the first placement are figures of the request, to which its retries add nothing.
         if self.attempt == 0:
             self.first_placed_at = now
             self.imported_tokens = len(admission.prefill_awaited) * block_size
@@ -187,6 +189,7 @@ class Generation:
 
         None without ids, or if the ids begin with other public tokens than the prompt: the salt belongs to the latter.
         """
+        # The public beginning is hashed without the tenant's salt, so ids with another beginning would get wrong names.
         num_public = self.salt.num_public_tokens
         if not token_ids or tuple(token_ids[:num_public]) != self.prompt[:num_public]:
             return None
@@ -232,6 +235,8 @@ class Generation:
     def named_answer(self, chain: BlockChain, hashes: Sequence[BlockHash]) -> bytes:
         """The name of the place where the answer begins, from the first attempt on; empty if nobody may draft from the
         answer. `hashes`: of the full blocks so far."""
+        # The name is the place behind the prompt, so a retry, whose chain goes further, keeps that of the first
+        # attempt.
         wants_drafts = self.sampling.speculation and self.sampling.max_tokens > 0
         if wants_drafts and not self.tokens:
             self.answer_name = chain.answer_name(hashes, self.prompt)
@@ -260,6 +265,7 @@ class Generation:
         if event.position < len(self.tokens):
             return []
 
+        # Events of one worker come in order, but the first token of a split request comes from another worker.
         self.early[event.position] = event
         due = []
         while (following := self.early.pop(len(self.tokens), None)) is not None:
@@ -300,6 +306,7 @@ class Generation:
         if event.position == len(self.tokens):
             is_scored = self.sampling.prompt_logprobs is not None
             return is_scored and not self.is_answered and len(self.prompt_logprobs) < len(self.prompt) - 1
+        # A decode worker's tokens may overtake the prefill worker's first one; behind that one nothing may be missing.
         is_only_sender = self.is_answered or self.prefill == self.decode
         return is_only_sender and event.position > len(self.tokens)
 
@@ -314,6 +321,7 @@ class Generation:
         prefill.
         """
         if event.attempt == self.attempt and not self.is_over:
+            # Positions begin at 1, as the first token has no log-probability. Those that are known already are skipped.
             known = len(self.prompt_logprobs) + 1 - event.position
             self.prompt_logprobs += event.logprobs[known:]
 
