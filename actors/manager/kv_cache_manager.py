@@ -115,6 +115,7 @@ class KVCacheManager:
     async def start(self) -> None:
         """Start the manager; returns after the segments and stored responses on disk are known."""
         if not self._is_started:
+            # Before the first await: a second call finds it set and starts nothing twice.
             self._is_started = True
             self._runtime.watch_process(self._holds)
             self._background.start(self._ingresses.run())
@@ -198,6 +199,7 @@ class KVCacheManager:
         """Place requests, each in one atomic step; `Late` for a request that is refused, None for one that no
         worker could take."""
         self.succession.check_not_retired()
+        # An ingress replica does not reach these workers, so less silence than usual is enough to forget them.
         doubted = {worker_id for request in requests for worker_id in request.avoided}
         if doubted:
             self._workers.doubt(doubted)
@@ -205,6 +207,7 @@ class KVCacheManager:
         for request in requests:
             try:
                 admission, instructions = self._directory.admit(request, time.time())
+            # An earlier attempt's leases end here: nobody else would tell of it.
             except NoWorkerError:
                 self._executor.carry_out(self._directory.end_request(request.request_id, time.time()))
                 admissions.append(None)
@@ -213,6 +216,7 @@ class KVCacheManager:
                 admissions.append(error.late)
                 continue
             self._executor.carry_out(instructions)
+            # From here on the request ends with its ingress replica, if that dies.
             self._ingresses.admitted(request.ingress_id, request.request_id)
             admissions.append(self._memory.with_continuations(admission, request))
         return admissions
@@ -227,6 +231,7 @@ class KVCacheManager:
         for end in ended:
             self._directory.decisions.ended(end)
         self._memory.keep_answers(ended)
+        # An end that was reported late must not end the attempt that has begun since.
         over = [end.request_id for end in ended if not self._directory.has_newer_attempt(end.request_id, end.attempt)]
         self._ingresses.release(ingress_id, over)
 
@@ -291,6 +296,7 @@ class KVCacheManager:
         returns the counts."""
         self._memory.forget_answers()
         pool_blocks = await self._resets.reset(self._executor.clients)
+        # Pools first: a pool that still has blocks would export them into a store that was emptied before.
         store_blocks, erased = self._directory.stock.segments.reset()
         self._executor.carry_out(erased)
 

@@ -45,6 +45,7 @@ class OutputProcessor:
                     for part in answer.parts(events):
                         piece = answer.assembler.push(part)
                         answer.take(piece)
+                        # A stop string or the end of a call is seen here only: the workers would go on.
                         if piece.finish in (FinishReason.STOP, FinishReason.TOOL_CALLS):
                             self._stopped(answer.generation)
                         if piece.finish is not None and answer.chat is not None and answer.is_stored:
@@ -87,4 +88,5 @@ class OutputProcessor:
             async with aclosing(self.pieces(running)) as pieces:
                 async for piece in pieces:
                     running.logprobs += piece.logprobs
+            # The permit passes on: an input of the same request runs next in its place.
             running = running.successor

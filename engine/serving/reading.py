@@ -163,11 +163,13 @@ class Reader:
         """
         if spec.model is not None:
             self.check_model(spec.model)
+        # The messages of the response to go on from are elsewhere: the caller adds them, and the request is read again.
         if spec.is_unresolved:
             return Reading(spec)
         if spec.reasoning.effort is not None:
             source = spec.template.source or self._tokenizer.chat_template
             arguments = effort_arguments(spec.reasoning, source, has_reasoning=self._facts.has_reasoning)
+            # A client's own arguments go before those made of the effort.
             template = replace(spec.template, arguments={**arguments, **spec.template.arguments})
             ignored = () if arguments or spec.reasoning.effort == "none" else (spec.reasoning.param,)
             spec = replace(spec, template=template, ignored=(*spec.ignored, *ignored))
@@ -184,6 +186,7 @@ class Reader:
         if spec.kind == "chat":
             return self._read_chat(spec)
         prompts = tuple(self._encode(prompt, spec) for prompt in spec.prompts)
+        # A truncated text is decoded again where it is echoed: its tokens are what counts.
         shows_texts = spec.form.echo and spec.truncation is None
         shown = tuple(prompt if shows_texts and isinstance(prompt, str) else () for prompt in spec.prompts)
         return Reading(replace(spec, prompts=shown), prompts)
@@ -217,6 +220,7 @@ class Reader:
         if not spec.prediction or not self._facts.uses_predictions or not spec.sampling.speculation:
             return array("I")
         limit = self._facts.model.max_model_len
+        # Cut before it is tokenized: a guess may be as long as a body.
         text = spec.prediction[: max(TRUNCATED * limit, MIN_SLICE)]
         return array("I", self._tokenizer.encode(text, add_special_tokens=False)[:limit])
 
@@ -277,6 +281,7 @@ class Reader:
             for word in words
             for space in ("", " ")
         ]
+        # Each token of a word is compared at each step, so their number is limited, and not that of the words.
         if not all(sequences) or sum(map(len, sequences)) > MAX_BAD_TOKENS:
             raise RequestError(f"'bad_words' must have 1 to {MAX_BAD_TOKENS} tokens.", param="bad_words")
         return tuple(dict.fromkeys(sequences))
@@ -299,6 +304,8 @@ class Reader:
         """The prompt of a chat whose ids the client gives, with the text of its last `limit` tokens. Raises
         RequestError for ids outside the vocabulary."""
         require_token_ids(token_ids, self._facts.model.vocab_size, "input_ids")
+        # Ids come unbounded, and what does not fit into the context is refused later; its end shows whether reasoning
+        # is open.
         text = self._tokenizer.decode(token_ids[-limit:], skip_special_tokens=False)
         return EncodedText(text, token_ids, borders=())
 
@@ -404,12 +411,14 @@ class Reader:
     def _tokens_too_many(self, text: str, limit: int) -> int | None:
         """An estimate of the tokens of a text that certainly has more than `limit`, by its length or by the tokens of
         its first slices; None for other texts."""
+        # Certain by the length alone, so nothing but the beginning is tokenized, for the estimate.
         if self._tokenizer.fewest_tokens(text) > limit:
             return self._estimate(text)
         length = max(SURPLUS * limit, MIN_SLICE)
         counted = 0
         if len(text) > length:
             for start in range(0, len(text), length):
+                # Cuts make a few tokens more than the whole text has, hence the surplus below.
                 counted += len(self._tokenizer.encode(text[start : start + length], add_special_tokens=False))
                 if counted > SURPLUS * limit:
                     return -(-counted * len(text) // min(start + length, len(text)))

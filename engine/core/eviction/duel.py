@@ -57,9 +57,11 @@ class Duel(Generic[Key]):
         visit = self._numbered(self._survival.visit(path, num_known, num_blocks, now))
         previous, visit.previous = visit.previous, None
         sampled = self._sample.take(path, visit, self._by_survival.queue)
+        # A ghost holds as much of the sample as the real queue holds of all blocks.
         capacity = round(num_blocks / self._sample.one_in)
         hits = [ghost.see(sampled, visit, previous, capacity, now) for ghost in self.ghosts]
         visit.previous = previous
+        # The leader's ghost is the measure and not the real queue, which still has blocks kept by earlier orders.
         par = hits[self.ghosts.index(self._leader)]
         for ghost, num_hits in zip(self.ghosts, hits, strict=True):
             for score in ghost.scores:
@@ -81,6 +83,7 @@ class Duel(Generic[Key]):
         self._by_survival.queue.requeue(moved)
         for scores in zip(*(ghost.scores for ghost in self.ghosts), strict=True):
             best = max(scores, key=lambda score: score.lead)
+            # By more than chance explains: a change of order costs the blocks that the old one has kept.
             if best.is_certain:
                 self._follow(self.ghosts[scores.index(best)])
                 return None
@@ -147,11 +150,13 @@ class Ghost(Generic[Key]):
         """Process a request that used `path` and continued `previous`; returns how many of the blocks were in the
         ghost."""
         queue = self.queue
+        # A hit needs all blocks before it, so blocks behind the first that is missing do not count.
         num_hits = next((count for count, key in enumerate(path) if key not in queue), len(path))
         for key in path:
             if key in queue:
                 queue.acquire(key)
 
+        # Room for the whole path, as the request holds all of it at its end.
         num_more = len(queue) + len(path) - capacity
         if num_more > 0:
             queue.evict_many(min(num_more, len(queue)), now)

@@ -104,12 +104,15 @@ class EvictionQueue(Generic[Key]):
         if not path:
             return
         self._age(now)
+        # Blocks [0, num_known) were used before this request; the rest is new with it.
         num_known = self._num_known(path)
         num_blocks = len(self._blocks) + sum(key not in self._blocks for key in path[num_known:])
         visit = self._ranking.visit(path, num_known, num_blocks, now)
         previous, visit.previous = visit.previous, None
         if num_known:
             last = self._blocks[path[num_known - 1]]
+            # The path leaves the tree behind a block with other children: a fork of two requests, and no mere
+            # continuation.
             if last.num_children and last.visit is not previous:
                 self._ranking.branch(last.key, now)
         self._assign(path, visit, retention, marked)
@@ -143,6 +146,7 @@ class EvictionQueue(Generic[Key]):
             block = blocks[key]
             assert not block.is_evictable
             block.is_evictable = True
+            # Weights are counted for quotas only: most queues have none.
             if quotas:
                 self._count(block, 1)
             if block.parent is not None:
@@ -160,6 +164,7 @@ class EvictionQueue(Generic[Key]):
         parent = block.parent
         if parent is not None:
             parent.num_children -= 1
+            # Its last evictable child is held, so the parent is next on its path.
             if parent.is_leaf:
                 self._push(parent)
 
@@ -168,6 +173,7 @@ class EvictionQueue(Generic[Key]):
         protecting, blocks = self._num_protecting, self._blocks
         for key in keys:
             count = protecting[key] = protecting.get(key, 0) + 1
+            # Only the first protection moves a block: further ones change its count alone.
             if count == 1 and key in blocks:
                 self._move(key)
 
@@ -202,6 +208,7 @@ class EvictionQueue(Generic[Key]):
             assert chosen is not None, "nothing can be evicted"
             leaf, reason = chosen
             run = [leaf.key]
+            # A whole run goes at once where nobody else's turn can come between: the usual case, and the dear one.
             if reason is EvictionReason.FULL and not self._quotas:
                 run = self._run_to(leaf, count - len(evicted))
             else:
@@ -251,10 +258,12 @@ class EvictionQueue(Generic[Key]):
             assert weight == sum(self._weight_of(block.key) for block in evictable if block.tenant == tenant)
 
     def _age(self, now: float) -> None:
+        # Many calls come at one moment; the ranking ages once.
         if now == self._aged_at:
             return
         self._aged_at = now
         moved = self._ranking.age(now)
+        # Another order leads: every rank has changed.
         if moved is None:
             self._rank_anew()
         else:
@@ -296,11 +305,13 @@ class EvictionQueue(Generic[Key]):
             elif not is_pause:
                 block.visit = visit
                 block.is_new = False
+            # A block in use by another request keeps that request's visit: the pause says nothing of it.
             elif block.visit.is_over:
                 block.visit = visit
 
             block.depth = depth
             block.claim(marked[depth] if depth < len(marked) else retention)
+            # The parent of an evictable block counts it as a child, so the link may change only while it is held.
             if block.parent is not parent and not block.is_evictable:
                 block.parent = parent
             parent = block
@@ -333,6 +344,7 @@ class EvictionQueue(Generic[Key]):
 
     def _push(self, leaf: CachedBlock[Key]) -> None:
         self._num_pushed += 1
+        # Older entries of the leaf become stale by this: nothing is looked for in a heap.
         leaf.stamp = self._num_pushed
         leaf.visit.leaves[self] = leaf.key
         heap = self._heaps[leaf.tenant][self._place(leaf)]
@@ -342,6 +354,7 @@ class EvictionQueue(Generic[Key]):
 
     def _put(self, heap: list[_Entry[Key]], order: float, leaf: CachedBlock[Key]) -> None:
         """Add an entry; sweep out stale entries when they are many."""
+        # Swept at more than twice the blocks, so each entry costs O(1) of a sweep; the constant spares small queues.
         if len(heap) > 2 * len(self._blocks) + 64:
             heap[:] = [entry for entry in heap if _is_valid(entry[2], entry[1])]
             heapq.heapify(heap)
@@ -405,6 +418,8 @@ class EvictionQueue(Generic[Key]):
 
     def _least_worth(self, last_payer: str | None) -> CachedBlock[Key] | None:
         leaves = {tenant: tops for tenant in self._heaps if (tops := self._tops(tenant))}
+        # Who loses a leaf: tenants above their ceilings, else those above their floors, else only the tenant in need,
+        # if one is named.
         payers = (
             [tenant for tenant in leaves if self._is_above_ceiling(tenant)]
             or [tenant for tenant, tops in leaves.items() if self._can_spare(tops[0][2])]
@@ -427,6 +442,7 @@ class EvictionQueue(Generic[Key]):
             rank, stamp, block = heap[0]
             if not _is_valid(block, stamp):
                 heapq.heappop(heap)
+            # The rank has risen since the entry was made; leaves whose rank falls are queued anew (`requeue`).
             elif self._ranking.rank(block.key, block.depth, block.visit) > rank:
                 heapq.heappop(heap)
                 self._push(block)

@@ -66,8 +66,10 @@ def share(candidates: Sequence[DraftCandidate], step: DecodeStep, budget: float)
     while best:
         negative_value, index = heappop(best)
         candidate = candidates[index]
+        # The heap's best is below the rate of the step so far, and so are all others.
         if -negative_value <= MARGIN * num_tokens / seconds:
             break
+        # This one is done with, as its tokens count only in order; others may weigh less.
         if candidate.weight > left:
             continue
 

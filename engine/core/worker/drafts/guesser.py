@@ -36,6 +36,7 @@ class Guesser:
         """Drafts found in known texts, by request; a draft may be empty."""
         self._begin([request for request in wanting if request.suffixes is None], scheduler)
         self._past.index(INDEXED_PER_STEP)
+        # What one step may index is shared: a long prompt that arrives delays nobody's step by more.
         left, known = INDEXED_PER_STEP, list[tuple[Request, Suffixes]]()
         for request in wanting:
             if request.suffixes is not None:
@@ -47,6 +48,7 @@ class Guesser:
         for request, suffixes in known:
             least = step.least_chance(step.cost_s(costs, len(request.token_ids)))
             found = self._all_guesses(request, suffixes, siblings.get(request.request_id, ()), least)
+            # One draft for each request: the tokens of two could not be checked in the same rows.
             drafts[request.request_id] = max(found, key=num_expected)
         return drafts
 
@@ -65,6 +67,7 @@ class Guesser:
             tail = request.token_ids[max(0, end - MAX_MATCH) : end]
             own_texts = self._own_texts(request)
             num_tokens += num_wanted(len(request.token_ids), tail, own_texts)
+            # First come, first served: a request without an index decodes without such drafts.
             if num_tokens > self._limits.index_tokens:
                 return
             request.suffixes = Suffixes(len(request.token_ids), tail, own_texts)
@@ -102,6 +105,7 @@ class Guesser:
     def _own_guess(self, request: Request, suffixes: Suffixes, least: float) -> Draft:
         """The request's draft from its own tokens."""
         source, index = DraftSource.REQUEST, suffixes.index
+        # An index of a part of the tokens would miss the latest places, which are the likeliest.
         if suffixes.num_missing or not index.length or not self._uses(source):
             return Draft(request.request_id, source, (), ())
         chances = suffixes.survivals[source].chances(index.length, self.longest(request), least)
@@ -111,10 +115,12 @@ class Guesser:
 def siblings_of(known: Sequence[tuple[Request, Suffixes]]) -> dict[str, list[DraftText]]:
     """Answers under way to the same question as each request's, of the same salt: to another sample of the same
     prompt, or to somebody who asks just then."""
+    # Alone there is no other answer to look into.
     if len(known) < 2:
         return {}
     groups: dict[tuple[object, ...], list[tuple[str, DraftText]]] = {}
     for request, suffixes in known:
+        # Same salt, length and last tokens. A wrong guess costs time only, so the whole prompts are not compared.
         question = request.assignment.salt.private, request.assignment.num_prompt_tokens, suffixes.tail
         groups.setdefault(question, []).append((request.request_id, suffixes.text(request.token_ids)))
     last = {question: group[-MAX_SIBLINGS - 1 :] for question, group in groups.items()}
@@ -152,6 +158,7 @@ def _index(request: Request, suffixes: Suffixes, left: int) -> int:
     the known ones."""
     count = suffixes.index_volumes(left)
     index, token_ids = suffixes.index, request.token_ids
+    # After a while without drafts too much has come to compare it with guesses: it is known text, as a prompt is.
     if len(token_ids) - index.num_indexed > MAX_COMPARED:
         suffixes.know(len(token_ids))
     num_new = min(suffixes.num_missing, left - count)

@@ -40,6 +40,7 @@ class SourceRecord:
     def observe(self, length: int, *, is_right: bool) -> None:
         """Note whether the guess behind a match of so many tokens was right."""
         each = CLASSES[min(length, BOUNDS[-1])]
+        # A mean of all guesses at first, and from `MAX_WEIGHT` on one that forgets: texts change while they go on.
         self._weights[each] = weight = min(MAX_WEIGHT, self._weights[each] + 1)
         self._rates[each] += (is_right - self._rates[each]) / weight
 
@@ -137,6 +138,7 @@ class SuffixIndex:
             if self.length:
                 is_right = token_ids[self.next] == token_ids[position]
                 survival.observe(self.length, is_right=is_right)
+                # A right guess makes the match longer, without a search; a wrong one ends it.
                 self.length = min(self.length + 1, MAX_MATCH) if is_right else 0
                 self.next += 1
             self.places.append(token_ids, position)
@@ -150,6 +152,7 @@ class SuffixIndex:
             return []
         end = len(self.places)
         found = list(token_ids[self.next : min(end, self.next + count)])
+        # The text behind the earlier place reaches the present end, so what follows repeats with this period.
         period = end - self.next
         while len(found) < count:
             found.append(found[-period])
