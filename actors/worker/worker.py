@@ -164,6 +164,7 @@ class Worker:
 
     async def submit(self, assignments: Sequence[Assignment]) -> None:
         """Take requests on. Their events appear on the token stream of the ingress named by each assignment."""
+        # Readers are known before the engine is told: its first events may come before the next line of this loop.
         self._tokens.begin(assignments)
         now = time.monotonic()
         self._thread.post(lambda engine: self._take_on(engine, assignments, now))
@@ -191,6 +192,7 @@ class Worker:
         """Note that an ingress replica is alive, and compare its attempts with those here (`TokenStreams.compare`).
         Requests in `awaiting` wait as long again: their senders live."""
         now = time.monotonic()
+        # With the process's name the worker can tell a replica that computes from one that is gone.
         self._tokens.processes[ingress_id] = process
         orphans = self._tokens.compare(ingress_id, taken, sent, now)
         if awaiting:
@@ -252,6 +254,7 @@ class Worker:
     async def reset_cache(self, number: int) -> int:
         """Forget what no request holds (`Engine.reset_cache`); returns the number of blocks. The export stream tells,
         with the `number` of this reset, when the exports of these blocks are over."""
+        # In the engine's thread, so that no step has blocks in its hands meanwhile.
         num_blocks = await self._thread.ask(lambda engine: engine.reset_cache())
         self._exports.put(ExportItem(reset=number))
         return num_blocks

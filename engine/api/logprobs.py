@@ -104,6 +104,7 @@ def chat_logprobs(
                 top = [*top[: None if num_top is None else num_top - 1], own]
             yield {**own, "top_logprobs": top}
 
+    # Large objects are made while they are sent, so that no other request waits for all of it.
     if names is not None and num_listed(logprobs) > SMALL:
         return {"content": array_of(content), "refusal": None}
     return {"content": list(content()), "refusal": None}
@@ -115,6 +116,7 @@ def _entries(
     """The list of one position in a chat, as text."""
     top_ids, logprobs = at.top_ids, at.top_logprobs
     is_missing = token_id not in top_ids
+    # The token itself takes the last place, so the list keeps the length that was asked for.
     if is_missing and num_top is not None:
         top_ids, logprobs = top_ids[: num_top - 1], logprobs[: num_top - 1]
     for first in range(0, len(top_ids), SLICE):
@@ -201,6 +203,7 @@ class CompletionLogprobsWriter:
             return Sliced(partial(self._texts, self._names, token_id, at))
         top = {self._name(token_id): max(at.chosen, LOWEST)}
         for top_id, logprob in zip(at.top_ids[: self._num_top], at.top_logprobs[: self._num_top], strict=True):
+            # Tokens of equal text share a key. They come in falling order, so the likeliest stays.
             top.setdefault(self._name(top_id), max(logprob, LOWEST))
         return top
 

@@ -142,12 +142,14 @@ class ToolFields(OfferedTools):
             raise RequestError("'tool_choice' requires a call, but there are no 'tools'.", param="tool_choice")
         if not tools:
             return None
+        # A named function is required alone; `required` leaves the choice among all.
         required: tuple[str, ...] = ()
         if isinstance(choice, tuple):
             required = choice
         elif choice == "required":
             required = tuple(tool.name for tool in tools)
         strict = tuple(tool.name for tool in tools if tool.strict)
+        # Only schemas that become grammars are checked: others are text for the model, whatever they say.
         _check_schemas(tools, {*required, *strict}, paths.schema)
 
         return ToolUse(
@@ -205,6 +207,7 @@ def with_calls(asked: AnswerForm, tools: ToolUse, form: CallForm, special: Mappi
     """
     if not tools.may_call or not (tools.required or tools.strict or asked.grammar is not None):
         return asked
+    # A function that is not strict may have any arguments, as long as they are JSON.
     schemas = {name: schema if name in tools.strict else {} for name, schema in tools.schemas.items()}
     if tools.required:
         schemas = {name: tools.schemas[name] for name in tools.required}

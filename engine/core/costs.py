@@ -64,6 +64,7 @@ class WorkerCosts:
         """Computing `num_tokens` positions after `num_cached`, in steps beside `num_decodes` decodes."""
         mean_before = num_cached + num_tokens / 2
         weight = self.context_weight(mean_before, token_budget)
+        # Beside decodes the tokens of a chunk are fewer the longer their context is, so the steps are more.
         weight = weight if num_decodes else alone(weight)
         num_steps = ceil(num_tokens * weight / max(1, token_budget - num_decodes))
         num_pairs = num_tokens * mean_before
@@ -144,7 +145,9 @@ class CostFit:
         observed, so in the end one must be tried again. Steps: weakened only while there are none, so that a worker
         that seemed slow, and was left alone, is soon tried again.
         """
+        # While imports seem dear none is tried, so their observations must lose weight by themselves.
         self._imports.fade(KEPT)
+        # While there are steps, new ones outweigh the old ones anyway.
         if self.num_steps == self._num_steps_before:
             self._steps.fade(KEPT)
         self._num_steps_before = self.num_steps
@@ -194,6 +197,7 @@ class LinearFit:
         row = [value / scale for value, scale in zip(x, self._scales, strict=True)]
         fitted = _sum_of_products(self._weights, row)
         expected = max(fitted, _sum_of_products(self._prior, row))
+        # One observation while the machine stood still shall not cost a worker its requests for minutes.
         y = min(y, self.MAX_SURPRISE * expected) if expected else y
         self._squared_residuals = self.DECAY * self._squared_residuals + (y - fitted) ** 2
         self._squared_expectations = self.DECAY * self._squared_expectations + fitted**2
@@ -219,11 +223,13 @@ class LinearFit:
 
         `forgets`: lean on the prior instead of the last answer, so that faded observations lose their effect.
         """
+        # Without observations the system has no other solution than what it leans on.
         anchor = self._prior if forgets else self._weights
         free = list(range(len(self._scales)))
         while True:
             matrix = [[self._products[i][j] + self.LEAN * (i == j) for j in free] for i in free]
             solution = _eliminate(matrix, [self._targets[i] + self.LEAN * anchor[i] for i in free])
+            # Active sets: a coefficient that would be negative leaves the fit, and comes back with the next call.
             kept = [index for index, weight in zip(free, solution, strict=True) if weight >= 0]
             if len(kept) == len(free):
                 break
@@ -243,6 +249,7 @@ def _eliminate(matrix: list[list[float]], targets: list[float]) -> list[float]:
     count = len(targets)
     for pivot in range(count):
         for row in range(pivot + 1, count):
+            # No pivot is 0: `LEAN` is added to the diagonal of a matrix that is positive semidefinite.
             factor = matrix[row][pivot] / matrix[pivot][pivot]
             for column in range(pivot, count):
                 matrix[row][column] -= factor * matrix[pivot][column]

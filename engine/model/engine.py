@@ -163,6 +163,7 @@ class Engine:
     def change_limits(self, limits: SchedulerLimits, tenants: Sequence[Tenant]) -> None:
         """Take other bounds from the next step on (`Scheduler.change_limits`), with a model that is warm for them. If
         steps of that size cannot be, raises, and keeps the old bounds."""
+        # Before the scheduler knows of them: a step of that size may not fit into memory.
         self.runner.warm_up(limits.token_budget)
         self.scheduler.change_limits(limits, tenants)
 
@@ -192,6 +193,7 @@ class Engine:
             return
         if self.grammars is None:
             self._refuse_all(grammar.digest, "this model has none", now)
+        # Otherwise the grammar is being compiled beside the steps, and the request waits (`hear_of_grammars`).
         elif self.grammars.require(grammar, assignment.request_id):
             self.scheduler.imports.grammar_settled(grammar.digest)
 
@@ -202,6 +204,7 @@ class Engine:
         brings its tokens along.
         """
         for request_id in request_ids:
+            # A request that is cut short may go on elsewhere, and would be learnt twice.
             if has_ended:
                 self._remember(self.scheduler.get(request_id))
             self.scheduler.abort(request_id, now, has_ended=has_ended)
@@ -232,9 +235,11 @@ class Engine:
         `payload` None stands for a segment that could not be fetched. Blocks that the pool holds already, and blocks
         without room, are passed over: their requests compute them.
         """
+        # A bare hand-over has no bytes that could be damaged.
         intact = header.num_bytes == 0 or (payload is not None and self._is_intact(header, payload))
         if intact and payload is not None:
             self._import_blocks(header, payload, now)
+        # Settled in any case: requests that wait for blocks which did not come compute them.
         self.scheduler.imports.settled(header.full_hashes, now)
         if header.handover is not None:
             self.scheduler.imports.handed_over(header.handover, now)
@@ -257,6 +262,7 @@ class Engine:
         """
         drafts = () if self.drafter is None else self.drafter.propose(self.scheduler)
         output = self.scheduler.schedule(now, drafts)
+        # Copies precede the computation, which may write over the blocks that they read.
         for move in output.moves:
             output = self._move(move, output, now)
 
@@ -267,6 +273,7 @@ class Engine:
         step = run_isolated(self.runner, output, self._note_work)
         self._note_work(())
         failures = tuple(self._fail(request_id, error, now) for request_id, error in step.failed.items())
+        # A fault of the model may be tried elsewhere; a refusal is the request's own fault and ends it for good.
         failures += tuple(self._refuse(request_id, why, now) for request_id, why in step.computed.refused.items())
         outcome = self.scheduler.update(output, step.computed, now)
         for request in outcome.finished:

@@ -41,6 +41,7 @@ def _blocks(value: object, kinds: Collection[str]) -> object:
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
         raise problem(f"must be a string or a list of blocks, got {describe(value)}")
+    # Before each block is looked at: a body of a few megabytes may have a million of them.
     if len(value) > MAX_PARTS:
         raise problem(f"must have at most {MAX_PARTS} blocks, got {len(value)}")
 
@@ -116,6 +117,7 @@ def without_lines(texts: Sequence[Text], beginnings: tuple[str, ...]) -> tuple[l
         found += [each for each in begun if each is not None]
         if not any(begun):
             kept.append(text)
+        # A text that had nothing but such lines is left out: an empty part would change the prompt.
         elif rest := "".join(line for line, each in zip(lines, begun, strict=True) if each is None):
             kept.append(text.model_copy(update={"text": rest}))
     return kept, found
@@ -155,6 +157,7 @@ class Transcript:
 
     def add(self, role: str, content: Sequence[Block | Text]) -> None:
         """Add a message. Adjacent texts of one role become one message, with a line break between them."""
+        # A message without blocks is one without text; its role counts for the order of the chat.
         if not content:
             self._draft(role)
         for block in content:
@@ -184,7 +187,9 @@ class Transcript:
         if isinstance(block, Block) and block.type == "tool_result":
             texts = [part.text for part in block.content or ()]
             if block.is_error:
+                # Chat templates have no field for a failure, so the text tells of it.
                 texts = [ERROR + "\n".join(texts)]
+            # Each result is a message of its own for templates, though Anthropic has it inside a user's message.
             self._drafts.append(_Draft("tool", texts, tool_call_id=block.tool_use_id))
             return
 

@@ -123,6 +123,7 @@ class ResponseWriter:
         return self._text(piece.text, logprobs) if piece.text or logprobs else b""
 
     def end(self, choice: Choice, usage: TokenUsage) -> Iterator[bytes]:
+        # An answer without any text has one message all the same.
         if self._index == self._first and self._open is None:
             yield self._opened("")
         is_cut = choice.finish_reason is FinishReason.LENGTH
@@ -153,6 +154,7 @@ class ResponseWriter:
 
     def _text(self, text: str, logprobs: Sequence[orjson.Fragment]) -> bytes:
         """Events of more text."""
+        # Text behind a call, or behind reasoning, is a new item.
         opening = b"" if isinstance(self._open, str) else self._closed() + self._opened("")
         assert isinstance(self._open, str)
         self._open += text
@@ -224,6 +226,7 @@ class ResponseWriter:
             custom = {"call_id": part.id, "name": part.name, "input": "".join(part.input)}
             return item | {"type": "custom_tool_call", **custom}
         call = {"call_id": part.id, "name": part.name, "arguments": "".join(part.arguments)}
+        # The model knows one name; the client has the function in a namespace.
         if part.name in self._turn.namespaces:
             call["namespace"], call["name"] = self._turn.namespaces[part.name]
         return item | {"type": "function_call", **call}
@@ -248,6 +251,7 @@ class ResponseWriter:
         """The next event in slices."""
         numbered = {"type": kind, "sequence_number": self._num_events, **data}
         self._num_events += 1
+        # Counted and not sent: a reader that comes back has these, and the numbers go on.
         if self._num_events <= self._context.num_had_events:
             return
         yield b"event: %s\ndata: " % kind.encode()
