@@ -9,7 +9,7 @@ CLIENTS := $(VENV)-clients
 PIP := $(BIN)/pip install --disable-pip-version-check
 TORCH := 'torch>=2.11,<2.14'
 
-.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants profile test-clients test-agents test-nodes test-tokenizers exhaustive exact gpu-day chaos fuzz check check-style check-types check-imports check-documents docs screenshots wheel release-check manifests bench-peers clean
+.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants profile test-clients test-agents test-nodes test-tokenizers exhaustive exact gpu-day aot chaos fuzz check check-style check-types check-imports check-documents docs screenshots wheel release-check manifests bench-peers clean
 
 # What serves. torch comes first: uv takes PyTorch's CPU build where there is no NVIDIA GPU, which is some gigabytes
 # smaller; without a way to PyTorch's own index, pip takes the build of PyPI. All other versions are those of CI.
@@ -79,6 +79,10 @@ test-cluster: develop
 gpu-day: develop
 	mkdir -p build
 	$(BIN)/python -m benchmarks.gpu_day --json build/gpu-day.json
+
+# Every variant of every Triton kernel, compiled for GPUs of six kinds without one: registers, spills, shared memory.
+aot: develop
+	$(BIN)/python -m tests.kernels.ahead_of_time
 
 # Small faults in the functions that a change touches, or in all of MODULES; fails where the unit tests that import these
 # modules do not see 95 % of the faults.

@@ -175,6 +175,7 @@ def batch_invariant_matmul_triton(x: Tensor, weight: Tensor, bias: Tensor | None
             GROUP_M=GROUP_M,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            enable_fp_fusion=False,
         )
         return out
 
@@ -200,6 +201,7 @@ def batch_invariant_matmul_triton(x: Tensor, weight: Tensor, bias: Tensor | None
         GROUP_M=GROUP_M,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        enable_fp_fusion=False,
     )
     return out
 

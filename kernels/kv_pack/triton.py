@@ -62,6 +62,7 @@ def copy_blocks(pool: Tensor, block_ids: Tensor, buffer: Tensor, *, to_pool: boo
             TO_POOL=to_pool,
             CHUNK=chunk,
             num_warps=4,
+            enable_fp_fusion=False,
         )
 
 

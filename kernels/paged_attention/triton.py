@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from raydix.kernels.gpu import is_hopper, multiprocessors
+from raydix.kernels.gpu import is_hopper, multiprocessors, shared_memory
 
 SPLIT = 512
 DETERMINISTIC_SPLIT = 1024
@@ -54,6 +54,9 @@ FIXED = {64: Tiles(64, 64, 4, 5), 128: Tiles(64, 32, 4, 5), 256: Tiles(64, 32, 8
 # The deterministic mode on Hopper: single queries, and chunks; both with the same number of KV positions.
 LOW = {64: Tiles(64, 128, 4, 5), 128: Tiles(64, 64, 4, 5), 256: Tiles(64, 64, 4, 2)}
 HIGH = {64: Tiles(128, 128, 8, 5), 128: Tiles(128, 64, 8, 5), 256: Tiles(128, 64, 8, 2)}
+# Large tiles of head dim 256 where programs have less than AMPLE bytes of shared memory, as on compute capability 8.6,
+# 8.9 and 12.0.
+AMPLE, SCANT = 160_000, Tiles(64, 32, 8, 3)
 # float32 runs without tensor cores, exactly: one shape for all.
 FLOAT32 = {64: Tiles(32, 32, 4, 3), 128: Tiles(32, 32, 8, 3), 256: Tiles(16, 16, 4, 3)}
 
@@ -623,7 +626,10 @@ class _Batch:
 
     def tiles(self, table: dict[int, Tiles]) -> Tiles:
         """The tile shape for this head dim, with at least one query per tile."""
-        tiles = (FLOAT32 if self.query.dtype == torch.float32 else table)[self.block_d]
+        is_float32 = self.query.dtype == torch.float32
+        tiles = (FLOAT32 if is_float32 else table)[self.block_d]
+        if self.block_d == 256 and not is_float32 and table is not FEW and shared_memory(self.query.device) < AMPLE:
+            tiles = SCANT
         block_m = max(tiles.block_m, triton.next_power_of_2(self.group))
         return Tiles(block_m, tiles.block_n, tiles.num_warps, tiles.num_stages)
 

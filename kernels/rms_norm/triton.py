@@ -85,6 +85,7 @@ def rms_norm_triton(
             BLOCK=block,
             HAS_RESIDUAL=residual is not None,
             num_warps=min(max(block // 512, 1), 16),
+            enable_fp_fusion=False,
         )
     return out if residual is None else (out, total)
 

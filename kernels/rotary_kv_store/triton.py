@@ -157,5 +157,6 @@ def rotary_kv_store_triton(
             BLOCK_HEADS=block_heads,
             BLOCK_HALF=block_half,
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return out

@@ -401,6 +401,7 @@ def sample_triton(
                 widest,
                 BLOCK=_block(vocabulary),
                 num_warps=_warps(vocabulary),
+                enable_fp_fusion=False,
             )
     return SampleOutput(token_ids=tokens, logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs, ranks=ranks)
 
@@ -424,6 +425,7 @@ def _draw(z: Tensor, controls: Controls, tokens: Tensor, cuts: bool) -> None:
             vocabulary,
             BLOCK=_block(vocabulary),
             num_warps=_warps(vocabulary),
+            enable_fp_fusion=False,
         )
 
     # Several programs a row: few rows would leave most of the GPU idle.
@@ -461,6 +463,7 @@ def _draw(z: Tensor, controls: Controls, tokens: Tensor, cuts: bool) -> None:
         num_parts,
         BLOCK=triton.next_power_of_2(num_parts),
         num_warps=1,
+        enable_fp_fusion=False,
     )
 
 
@@ -470,7 +473,9 @@ def _adjusted(logits: Tensor, penalties: Penalties | None, bias: LogitBias | Non
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     z = torch.empty((batch, vocabulary), device=logits.device)
     block = _block(vocabulary)
-    _widen_kernel[(batch, triton.cdiv(vocabulary, block))](logits, z, logits.stride(0), vocabulary, BLOCK=block)
+    _widen_kernel[(batch, triton.cdiv(vocabulary, block))](
+        logits, z, logits.stride(0), vocabulary, BLOCK=block, enable_fp_fusion=False
+    )
     if penalties is not None:
         _penalise_kernel[(batch,)](
             z,
@@ -482,9 +487,12 @@ def _adjusted(logits: Tensor, penalties: Penalties | None, bias: LogitBias | Non
             penalties.output_counts,
             vocabulary,
             BLOCK=ENTRIES,
+            enable_fp_fusion=False,
         )
     if bias is not None:
-        _bias_kernel[(batch,)](z, bias.offsets, bias.token_ids, bias.values, vocabulary, BLOCK=ENTRIES)
+        _bias_kernel[(batch,)](
+            z, bias.offsets, bias.token_ids, bias.values, vocabulary, BLOCK=ENTRIES, enable_fp_fusion=False
+        )
     return z
 
 
@@ -493,7 +501,7 @@ def _ban(z: Tensor, mask: TokenMask) -> None:
     batch, vocabulary = z.shape
     block = _block(vocabulary)
     grid = batch, triton.cdiv(vocabulary, block)
-    _mask_kernel[grid](z, mask.rows, mask.bits, vocabulary, mask.bits.shape[1], BLOCK=block)
+    _mask_kernel[grid](z, mask.rows, mask.bits, vocabulary, mask.bits.shape[1], BLOCK=block, enable_fp_fusion=False)
 
 
 def _block(vocabulary: int) -> int:

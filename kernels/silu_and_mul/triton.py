@@ -41,5 +41,7 @@ def silu_and_mul_triton(x: Tensor, kind: str = "silu") -> Tensor:
     out = torch.empty((num_tokens, width // 2), dtype=x.dtype, device=x.device)
     if out.numel():
         grid = (num_tokens, triton.cdiv(width // 2, BLOCK))
-        _silu_and_mul_kernel[grid](x, out, x.stride(0), width // 2, IS_SILU=kind == "silu", BLOCK=BLOCK, num_warps=4)
+        _silu_and_mul_kernel[grid](
+            x, out, x.stride(0), width // 2, IS_SILU=kind == "silu", BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
+        )
     return out
