@@ -80,7 +80,7 @@ def _going_with(spec: GenerationSpec, request: ChatCompletionRequest) -> Generat
         spec,
         messages=tuple(message.for_template() for message in request.messages),
         continued=continued_answers(request.messages),
-        chat_end=request.chat_end(),
+        chat_end=request.end_of(request.messages),
     )
     refuse_contradictions(own)
     return own

@@ -26,7 +26,6 @@ from raydix.engine.api.reasoning import ReasoningFields
 from raydix.engine.api.spec import FormSpec, GenerationSpec, RetentionSpec, ServiceSpec
 from raydix.engine.api.tools import ToolFields
 from raydix.engine.api.validation import INTEGRAL, NO_RULES, BodyRules, StrictModel, only, parse_body
-from raydix.engine.core.answers.prompt_form import ChatEnd
 from raydix.engine.core.errors import RequestError
 
 
@@ -172,29 +171,21 @@ class ChatCompletionRequest(HttpFields, ChatPromptFields, ToolFields, ReasoningF
         default=None, description="As at vLLM; `prompt_token_ids` is another name of `input_ids`."
     )
 
-    def chat_end(self) -> ChatEnd:
-        """End of the prompt. Raises RequestError where fields or the last message contradict."""
-        return self.end_of(self.messages)
-
-    def given_prompt(self) -> tuple[int, ...] | None:
-        """The prompt's ids where they are given. Raises RequestError where fields contradict."""
-        forwarded = None if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
-        return self.given_ids(self.messages, forwarded)
-
     def spec(self) -> GenerationSpec:
         """The request in normal form."""
         if self.top_logprobs and not self.logprobs:
             raise RequestError("'top_logprobs' is only allowed when 'logprobs' is true.", param="top_logprobs")
 
+        forwarded = None if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
         asked = GenerationSpec(
             kind="chat",
             model=self.model,
-            given_prompt=self.given_prompt(),
+            given_prompt=self.given_ids(self.messages, forwarded),
             tools=self.tool_use(),
             reasoning=self.reasoning_use(),
             max_tokens=self.token_limit(),
             n=self.n or 1,
-            chat_end=self.chat_end(),
+            chat_end=self.end_of(self.messages),
             template=self.template(),
             prediction=None if self.prediction is None else self.prediction.content,
             text_if_missing=self.continue_from_missing == "text",

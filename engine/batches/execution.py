@@ -133,7 +133,8 @@ class Execution:
 
     def _is_full(self) -> bool:
         """True if the room left would not hold the output."""
-        return self._files.num_left(self._batch.record.tenant) < self._journal.num_bytes
+        num_left, _ = self._files.room(self._batch.record.tenant)
+        return num_left < self._journal.num_bytes
 
     def _make_files(self, lines: Input) -> None:
         record, progress = self._batch.record, self._run.progress

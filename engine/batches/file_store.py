@@ -98,7 +98,7 @@ class FileStore:
     def begin(self, tenant: str) -> Upload:
         """Begin a file. Raises OverloadedError where the tenant, or the server, has no room left; OSError."""
         self.sweep(tenant)
-        left, whose = self._room(tenant)
+        left, whose = self.room(tenant)
         if left <= 0:
             raise OverloadedError(f"There is no room for another file: {whose} is used up. Erase files.")
         limit = min(left, self._limits.file_bytes)
@@ -191,9 +191,11 @@ class FileStore:
         batches = (self.folder / OPEN).glob(f"{tenant}~*")
         return sum(map(_size, [self._tenant(tenant), *batches]))
 
-    def num_left(self, tenant: str) -> int:
-        """Bytes left for a tenant."""
-        return self._room(tenant)[0]
+    def room(self, tenant: str) -> tuple[int, str]:
+        """Bytes left for a tenant, and the name of the tighter limit."""
+        own = self._limits.tenant_bytes - self.bytes_of(tenant)
+        total = self._limits.total_bytes - sum(map(self.bytes_of, self.tenants()))
+        return (own, "what a tenant may keep") if own <= total else (total, "what the server keeps")
 
     # Inside
 
@@ -207,14 +209,8 @@ class FileStore:
         """Path for a new, unfinished folder of a tenant."""
         return self._tenant(tenant) / "incoming" / secrets.token_hex(16)
 
-    def _room(self, tenant: str) -> tuple[int, str]:
-        """Bytes left for a tenant, and the name of the tighter limit."""
-        own = self._limits.tenant_bytes - self.bytes_of(tenant)
-        total = self._limits.total_bytes - sum(map(self.bytes_of, self.tenants()))
-        return (own, "what a tenant may keep") if own <= total else (total, "what the server keeps")
-
     def _require_room(self, tenant: str) -> None:
-        left, whose = self._room(tenant)
+        left, whose = self.room(tenant)
         if left < 0:
             raise OverloadedError(f"There is no room for the file any more: {whose} is used up. Erase files.")
         limit = self._limits.tenant_files

@@ -70,6 +70,7 @@ class Reader:
         self._facts = facts
         self._tokenizer = tokenizer
         self._confined = confined
+        self._lengths = TextLengths(tokenizer, facts.model.max_model_len)
         table = tokenizer.token_bytes(skip_special_tokens=False) if facts.has_reasoning else None
         self._tag_pieces = tag_pieces(table or (), [tag.encode() for tag in REASONING_TAGS])
 
@@ -252,7 +253,7 @@ class Reader:
         else:
             [text] = spec.prompt.prompts
             assert isinstance(text, str)
-            self._require_short(text, spec.prompt, limit)
+            self._lengths.require_short(text, spec.prompt, limit)
             token_ids = self._tokenizer.encode(text, add_special_tokens=spec.add_special_tokens)
         names = self._tokenizer.names(token_ids) if spec.return_token_strs else None
         return tokenize_body(token_ids, names, self._facts.model.max_model_len)
@@ -322,7 +323,7 @@ class Reader:
                 end=spec.chat_end,
                 special_tokens=self._facts.special_tokens_in_messages,
             )
-        self._require_short(rendered.text, spec, limit)
+        self._lengths.require_short(rendered.text, spec, limit)
         encoded = encode_chat(self._tokenizer, rendered)
         require_token_ids(encoded.token_ids, self._facts.model.vocab_size, spec.prompt_param)
         return encoded, rendered.ignored
@@ -364,8 +365,8 @@ class Reader:
     def _encode(self, prompt: Prompt, spec: GenerationSpec) -> TokenIds:
         if isinstance(prompt, str):
             if spec.suffix is not None:
-                prompt = self._filled_in(prompt, spec.suffix)
-            self._require_short(prompt, spec, self._facts.model.max_model_len)
+                prompt = _filled_in(self._tokenizer, prompt, spec.suffix)
+            self._lengths.require_short(prompt, spec, self._facts.model.max_model_len)
             prompt = tuple(self._tokenizer.encode(prompt, add_special_tokens=spec.add_special_tokens))
             if not prompt:
                 raise RequestError(f"'{spec.prompt_param}' has no tokens.", param=spec.prompt_param)
@@ -376,16 +377,15 @@ class Reader:
         max_tokens_for(spec, len(prompt), self._facts.model.max_model_len)
         return array("I", prompt)
 
-    def _filled_in(self, prompt: str, suffix: str) -> str:
-        """Return the prompt for a text between prompt and suffix."""
-        text = self._tokenizer.around(prompt, suffix)
-        if text is None:
-            raise RequestError(
-                "'suffix' is not supported: this model's tokenizer has no tokens for filling in.", param="suffix"
-            )
-        return text
 
-    def _require_short(self, text: str, spec: GenerationSpec, limit: int) -> None:
+class TextLengths:
+    """Refuses texts that are too long for one model, without tokenizing all of them."""
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+
+    def require_short(self, text: str, spec: GenerationSpec, limit: int) -> None:
         """Refuse a text of more than `limit` tokens before all of it is tokenized: that takes some hundred bytes for
         each byte of text. A text to be truncated may be longer.
 
@@ -398,7 +398,7 @@ class Reader:
             about = self._tokens_too_many(text, limit)
         if about is not None:
             about = max(about, limit + 1)  # an estimate may be less than what is certain
-            is_context = limit == self._facts.model.max_model_len
+            is_context = limit == self._max_model_len
             most = "This model's maximum context length is" if is_context else "The limit is"
             raise ContextLengthError.of_prompt(
                 f"{most} {limit} tokens, but your prompt has more, about {about}. "
@@ -428,3 +428,13 @@ class Reader:
         """The tokens of a text, if all of it is as its beginning."""
         beginning = text[:MIN_SLICE]
         return -(-len(self._tokenizer.encode(beginning, add_special_tokens=False)) * len(text) // len(beginning))
+
+
+def _filled_in(tokenizer: Tokenizer, prompt: str, suffix: str) -> str:
+    """Return the prompt for a text between prompt and suffix."""
+    text = tokenizer.around(prompt, suffix)
+    if text is None:
+        raise RequestError(
+            "'suffix' is not supported: this model's tokenizer has no tokens for filling in.", param="suffix"
+        )
+    return text

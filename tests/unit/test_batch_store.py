@@ -255,7 +255,7 @@ def test_open_batches_count_as_their_tenants_bytes(tmp_path: Path) -> None:
     before = stores.files.bytes_of("a")
     (batch.folder / "journal").write_bytes(b"x" * 1000)
     assert stores.files.bytes_of("a") == before + 1000 and stores.files.bytes_of("b") == 0
-    assert stores.files.num_left("a") == LIMITS.tenant_bytes - before - 1000
+    assert stores.files.room("a")[0] == LIMITS.tenant_bytes - before - 1000
 
 
 def test_what_is_not_whole_is_no_batch(tmp_path: Path) -> None:
