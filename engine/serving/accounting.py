@@ -57,6 +57,7 @@ class Refusals:
         self._is_serious |= (
             error.status in (AUTHENTICATION_STATUS, OVERLOADED_STATUS) or error.status >= SERVER_ERROR_STATUS
         )
+        # The first refusal of an interval is logged at once, the others at its end together.
         if self._timer is None:
             self._report()
 

@@ -97,6 +97,7 @@ class Answer:
     def as_message(self) -> ChatMessage:
         """The answer as a client sends it back."""
         parts = {"content": self.text} if self.message is None else message_parts(self.message, function_call)
+        # Most clients send no reasoning back.
         parts.pop("reasoning", None)
         return {"role": "assistant", **parts, "content": parts["content"] or ""}
 
@@ -112,6 +113,7 @@ class Answer:
         self.pieces.append(piece.text)
         self.finish, self.stop_reason = piece.finish, piece.stop_reason
         if self.message is not None:
+            # Before the events: the last call counts as one although its end is missing.
             self.message.is_cut = piece.finish is FinishReason.LENGTH
             self.message.take(piece.events)
 
@@ -178,6 +180,7 @@ class Job:
         # A stream that can be gone on with needs the same prompt again, and a second summary would have other words.
         if self.unread is None or self.event_ids is not None:
             return False
+        # Its stream can be read again, too, from the prompt on.
         if self.spec.form.stream and self.spec.turn is not None and self.spec.turn.in_background:
             return False
         return is_due(self.unread, len(self.answers[0].generation.prompt))
@@ -221,6 +224,7 @@ class Job:
 
     def usage(self) -> TokenUsage:
         """Prompt tokens once per prompt, generated tokens of every sample."""
+        # Samples of a prompt share the prompt, which is computed and counted once.
         n = self.spec.num_samples
         prompts = [self.answers[start : start + n] for start in range(0, len(self.answers), n)]
         return total_usage([_usage_of_samples(samples) for samples in prompts])

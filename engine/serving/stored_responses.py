@@ -57,6 +57,7 @@ class StoredResponses:
         earlier = [StoredResponse.decode(data) for data in found]
         if not earlier:
             raise _not_found(previous, "previous_response_id")
+        # The first one known has another before it, so the conversation's beginning is missing.
         if (gone := earlier[0].previous) is not None:
             raise ResponseNotFoundError(
                 f"The response '{previous}' goes on from '{gone}', which is not kept any more.",
@@ -80,6 +81,7 @@ class StoredResponses:
         if claim is not None:
             run = claim.stored.run
             assert run is not None
+            # A stream may be read again, which needs all that generates it; a whole answer does not.
             claim.is_over = await self._end(claim, replace(stored, run=run if run.streams else None))
             return claim.is_over
         if shown is None:
@@ -122,6 +124,7 @@ class StoredResponses:
                 return name, stored
             claim = Claim.of(Abandoned(name, data, tenant.name))
             ended = replace(stored, response=cancelled(stored.response), state="cancelled", run=None)
+            # Only in place of what was just seen: the runner may end it in the same moment.
             if await self._keeper.replace_response(name, claim.beginning, encoded(ended)):
                 return name, ended
             # It has ended in this moment, or is forgotten: the next look shows which.

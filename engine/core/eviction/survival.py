@@ -61,6 +61,7 @@ class Survival(Generic[Key]):
         previous, num_shared = self._continued(path, now)
         turn, num_again = 0, max(num_known, num_shared)
 
+        # The request goes on from a visit whose blocks may be gone; their number is what it had then.
         if previous is not None:
             turn = previous.turn + 1
             if len(path) >= previous.length:  # evicted meanwhile, but it had been here
@@ -143,12 +144,14 @@ class Survival(Generic[Key]):
         return previous, num_shared
 
     def _use_trunk(self, key: Key, num_uses: int, now: float) -> None:
+        # Classes by powers of two: uses 1, 2 to 3, 4 to 7 and so on.
         kind = min(NUM_TRUNK_KINDS - 1, (num_uses + 1).bit_length() - 1)
         use = Visit(kind=kind, turn=num_uses, length=0, born=now, landmark=key, end=key)
         self._remember(use, self._trunks, self._trunk_ages, self._trunk_table)
 
     def _remember(self, visit: Visit[Key], known: _Memory[Key], ages: list[_Memory[Key]], table: LifeTable) -> None:
         replaced = known.get(visit.landmark)
+        # At the bound the oldest is given up, as one that never came back.
         if replaced is None and len(known) >= self._max_visits:
             replaced = next(iter(known.values()))
         if replaced is not None:
@@ -160,6 +163,7 @@ class Survival(Generic[Key]):
 
     def _age(self, known: _Memory[Key], ages: list[_Memory[Key]], table: LifeTable, now: float) -> list[Visit[Key]]:
         moved = []
+        # From the oldest bin on, so that a visit moves by one bin and is not looked at twice.
         for age_bin in range(NUM_BINS - 1, -1, -1):
             visits, end = ages[age_bin], EDGES[age_bin + 1]
             while visits and now - (visit := next(iter(visits.values()))).born >= end:

@@ -50,8 +50,10 @@ class AnswerStore:
         least likely goes."""
         token_ids = token_ids[:MAX_BYTES]
         variants = self._answers.pop(name, [])
+        # Taken out and put back by `_put`, which makes the name the most recent one, too.
         self.num_bytes -= _cost(variants)
         self._num_kept += 1
+        # From the likeliest on: of answers that begin alike one is kept, with the longest beginning that was seen.
         known = next((variant for variant in reversed(variants) if variant.is_like(token_ids)), None)
         if known is not None:
             known.token_ids = max(known.token_ids, token_ids, key=len)
@@ -71,6 +73,7 @@ class AnswerStore:
         self._answers.move_to_end(name)
         total, found, left = sum(variant.count for variant in variants), list[bytes](), MAX_BYTES
         for variant in variants[:-1]:
+            # Rounded down to whole tokens, so the rest for the likeliest answer is never negative.
             share = MAX_BYTES // TOKEN_BYTES * variant.count // total * TOKEN_BYTES
             found.append(variant.token_ids[:share])
             left -= len(found[-1])

@@ -105,6 +105,7 @@ class ResponseStore:
             return True
 
         cost = ENTRY_BYTES + len(data)
+        # A response that is larger than all of the room, or without those before it, is of no use.
         if cost > self._budget_bytes or (parent is not None and parent not in self._entries):
             return False
 
@@ -135,6 +136,7 @@ class ResponseStore:
 
     def abandoned(self, now: float) -> list[Abandoned]:
         """Responses under way whose runners are gone, which are the caller's from now on."""
+        # A few at a time: a replica that asks first shall not get all of a dead one's work.
         names = [name for name, renewed_at in self._renewed_at.items() if now >= renewed_at + CLAIM_S][:MOST_GIVEN]
         for name in names:
             self._renewed_at[name] = now
@@ -150,9 +152,11 @@ class ResponseStore:
     def restore(self, entries: Iterable[KeptEntry], now: float) -> None:
         """Take over the responses of an earlier store, the least recently used first. They count as used before the
         responses that are here already."""
+        # Built anew from the oldest on, as insertions are at the end alone.
         newer, self._entries, self._order = self._entries, OrderedDict(), {}
         self._shares.clear()
         self._renewed_at.clear()
+        # The order is that of use, so no restored response may seem younger than those that are here.
         latest = min([entry.used_at for entry in newer.values()], default=now)
         for name, parent, data, used_at, tenant in entries:
             if name not in newer:

@@ -44,6 +44,7 @@ class _Check:
             return schema is not False
         if not depth:
             return True
+        # Words beside a reference are passed over: a call that breaks them has bad arguments, and is no text.
         if isinstance(reference := schema.get("$ref"), str):
             return self.fits(value, self._target(reference), depth - 1)
 
@@ -55,6 +56,7 @@ class _Check:
         if isinstance(allowed, list) and not any(self._equal(value, each, depth) for each in allowed):
             return False
 
+        # `oneOf` as `anyOf`: a value that fits two of them is a call with bad arguments, too.
         for word, combined in (("allOf", all), ("anyOf", any), ("oneOf", any)):
             parts = schema.get(word)
             if isinstance(parts, list) and not combined(self.fits(value, part, depth - 1) for part in parts):
@@ -107,6 +109,7 @@ class _Check:
             self._step(len(value))
             is_alike = value.keys() == other.keys()
             return is_alike and all(self._equal(each, other[name], depth - 1) for name, each in value.items())
+        # In Python true equals 1; in JSON it does not.
         return value == other and isinstance(value, bool) == isinstance(other, bool)
 
     def _step(self, num: int = 1) -> None:
@@ -117,6 +120,7 @@ class _Check:
 
 def _is_of(value: object, kind: object) -> bool:
     if kind in ("integer", "number"):
+        # JSON Schema takes 1.0 for an integer.
         is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         return not isinstance(value, bool) and (is_whole or (kind == "number" and isinstance(value, float)))
     known = {"object": Mapping, "array": list, "string": str, "boolean": bool, "null": type(None)}

@@ -34,6 +34,7 @@ class HermesCalls:
                 step, text = self._call.feed(text)
                 if step is not Step.MORE:
                     self._call = None
+                    # A broken call has no closing tag to skip: its text is the user's.
                     self._closing = "" if step is Step.DONE else None
             else:
                 text = self._look(text)
@@ -57,6 +58,7 @@ class HermesCalls:
     def _close(self, text: str) -> str:
         """Skip a closing tag; returns the text behind it."""
         tag = text.lstrip(WHITESPACE)
+        # The tag may still be coming, and white space before it is held with it.
         if CLOSE.startswith(tag) and tag != CLOSE:
             self._closing = text
             return ""

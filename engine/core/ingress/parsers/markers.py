@@ -16,6 +16,7 @@ class Marker:
         if found:
             self._held = ""
             return before, after
+        # From the longest end that could be a beginning of the marker down; the empty end always is one.
         num_held = min(len(text), len(self.marker) - 1)
         while not self.marker.startswith(text[len(text) - num_held :]):
             num_held -= 1
@@ -43,6 +44,7 @@ class OneOfMarkers:
     def take(self, character: str) -> str | None:
         """Take the next character. Returns the text so far once it is a marker or no beginning of one, else None."""
         self._held += character
+        # Neither a whole marker nor too long for one: the next character decides.
         if self._held not in self._markers and any(marker.startswith(self._held) for marker in self._markers):
             return None
         return self.flush()

@@ -79,6 +79,7 @@ class ReasoningParser:
     def _start(self, text: str) -> str:
         """Look for the opening tag; returns the text behind it, or all of the text if there is none."""
         for index, character in enumerate(text):
+            # White space may stand before the tag; it is held, and comes out again where no tag follows.
             if character in WHITESPACE and not self._opening.is_open:
                 self._space += character
                 continue
@@ -101,6 +102,7 @@ class ReasoningParser:
 
     def _reasoning(self, text: str) -> str:
         """Reasoning as far as it is certain: without white space at its beginning, and at its end so far."""
+        # White space at the end of the last piece is reasoning only if more reasoning follows.
         text = self._space + text
         if not self._has_begun:
             text = text.lstrip(WHITESPACE)

@@ -44,6 +44,7 @@ class Drafter:
         costs = scheduler.swap_policy.costs
         step = decode_step(costs, [len(request.token_ids) for request in decoding])
         least = step.least_chance(step.cost_s(costs, 0))
+        # So many decode that even a token which cannot be wrong is not worth its time.
         if least >= CERTAIN:
             return []
 

@@ -75,16 +75,19 @@ class Drafting:
             request.num_computed = chunk.start + chunk.num_tokens
             return
 
+        # The last event is the token sampled behind the accepted ones; the scheduler appends it.
         num_accepted = max(0, len(events) - 1)
         request.token_ids += [token.token_id for token in sampled[:num_accepted]]
         request.num_computed = chunk.start + chunk.num_tokens - len(chunk.draft) + num_accepted
         self.counts[chunk.draft_source].add(len(chunk.draft), num_accepted)
+        # Rounded up: blocks that hold a computed position stay.
         num_blocks = -(-request.num_computed // self._pool.block_size)
         self._pool.release(request.blocks[num_blocks:], now)
         del request.blocks[num_blocks:]
 
     def _most(self, request: Request, num_tokens: int) -> int:
         """Draft tokens, of so many, behind which the request may have another token."""
+        # A prefill worker samples one token, and nothing behind it.
         if request.assignment.stage is Stage.PREFILL:
             return 0
         num_left = request.assignment.sampling.max_tokens - request.num_output
@@ -94,6 +97,7 @@ class Drafting:
         """Allocate blocks for a decode and the draft behind it, at most `room`; returns the draft tokens with a place,
         and the number of blocks taken."""
         block_size = self._pool.block_size
+        # One position for the decode itself, then one for each draft token.
         num_taken = -(-(request.num_computed + 1 + num_tokens) // block_size) - len(request.blocks)
         num_taken = max(0, min(num_taken, room))
         request.blocks += self._pool.allocate(num_taken, now)

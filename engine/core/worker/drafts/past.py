@@ -49,6 +49,7 @@ class Past:
 
     def add(self, salt: bytes, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Take an answer, unless it is far too long."""
+        # Half of the memory, so that what is forgotten for an answer is never the answer itself.
         if not answer or min(len(prompt), MAX_MATCH) + len(answer) + 1 > self._max_tokens // 2:
             return
         volume = self._writable(salt)
@@ -107,6 +108,7 @@ class Past:
         self.num_tokens -= volume.size
         shelf = self._shelves[volume.salt]
         shelf.remove(volume)
+        # The salt's latest volume is gone, and with it all of the salt's, as older ones went before.
         if self._numbers[volume.salt] == number:
             del self._numbers[volume.salt]
         if not shelf:
