@@ -78,6 +78,7 @@ def changes(old: Config, new: Config) -> list[Change]:
 def _changes_of(old: BaseModel, new: BaseModel, prefix: str) -> Iterator[Change]:
     for name in type(old).model_fields:
         one, other = getattr(old, name), getattr(new, name)
+        # Tenants are compared by name (`_changes_of_tenants`): their sections hold hashes of keys, which are not shown.
         if one == other or name == TENANTS:
             continue
         if isinstance(one, BaseModel) and isinstance(other, BaseModel):
@@ -98,6 +99,7 @@ def _changes_of_tenants(old: tuple[TenantSection, ...], new: tuple[TenantSection
 def table_key(path: str) -> str:
     """The key in the table of a key by its path, in which a role has its name."""
     *sections, name = path.split(".")
+    # Keys of elastic workers alone are in the table by their own path; the others stand there once for all roles.
     return f"{sections[0]}.{ROLE}.{name}" if len(sections) > 1 and path not in KEYS else path
 
 

@@ -167,6 +167,7 @@ def base_for(name: str, config: Config) -> Values:
     """The base of a deployment's replicas: the whole configuration, the keys' hashes for the ingress alone."""
     if name == INGRESS:
         return config.model_dump(mode="json")
+    # Only the ingress lets clients in, and a hash that is nowhere else cannot be read there.
     without = tuple(tenant.model_copy(update={"key_hashes": ()}) for tenant in config.tenants)
     return config.model_copy(update={"tenants": without}).model_dump(mode="json")
 
@@ -179,6 +180,7 @@ def live_part(name: str, base: Mapping[str, Any], user_config: Mapping[str, Any]
     """
     before = Config.model_validate(base)
     effects = _effects(user_config, before.workers.sections)
+    # A key that restarts replicas would seem to be changed, and have no effect until something else restarts them.
     fixed = [f"{key} {effect}" for key, effect in effects if not effect.is_live]
     if fixed:
         raise StartupError(f"user_config: {'; '.join(fixed)}: such keys belong into the application's args")
@@ -186,6 +188,7 @@ def live_part(name: str, base: Mapping[str, Any], user_config: Mapping[str, Any]
         after = Config.model_validate(merge(base, user_config))
     except ValidationError as error:
         raise StartupError(f"user_config: {'; '.join(explain(error))}") from None
+    # Off and on is the one change of this key that needs another replica: the folder and its watchers.
     if bool(before.batches.gib) != bool(after.batches.gib):
         raise StartupError(f"user_config: batches.gib {Effect.IN_PLACE_UNLESS_OFF}; args have {before.batches.gib:g}")
     return parts(after)[name].live
@@ -196,6 +199,7 @@ def _effects(content: Mapping[str, Any], roles: Collection[str], prefix: str = "
     left to the schema. Other roles of workers than these count as keys themselves."""
     for name, value in content.items():
         effect = KEYS.get(table_key(f"{prefix}{name}"))
+        # A role that runs already is a section of keys; another one is a new deployment, and so a key itself.
         is_section = isinstance(value, Mapping) and (effect is None or (effect is Effect.ROLES and name in roles))
         if is_section:
             yield from _effects(value, roles, f"{prefix}{name}.")

@@ -83,12 +83,14 @@ class Executor:
         """Hand a segment to a worker, and note the time of the import; after a failure, the segment is promised from
         this source to no other worker."""
         header, node = segment.header, segment.node
+        # By the link's measured pace: a fetch that takes much longer is given up, and the blocks are computed.
         patience_s = self._directory.fleet.patience_s(worker_id, node, header.num_bytes, time.time())
         try:
             report = await client.import_segment(header, [] if segment.ref is None else [segment.ref], patience_s)
         except RayError as error:  # the worker is gone; its stream tells
             logger.debug("segment not delivered: %s", type(error).__name__)
             return
+        # The worker computes what it lacks; here it matters that nobody else is sent to the same source.
         if report.fate is Imported.NOT_FETCHED:
             self._directory.stock.segments.undelivered(segment, time.time())
         elif report.fate is Imported.DAMAGED:

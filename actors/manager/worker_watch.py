@@ -75,6 +75,7 @@ class WorkerWatch:
         client = WorkerClient(handle)
         self._executor.worker_joined(worker_id, client)
         self._executor.carry_out(instructions)
+        # Behind the registration: the stream tells changes of the pool since the hashes that came with it.
         self._followers[worker_id] = asyncio.create_task(self._follow(worker_id, epoch, client))
         self._signs.heard(worker_id, time.monotonic())
         num_blocks = len(registration.hashes)
@@ -155,6 +156,7 @@ class WorkerWatch:
                 silence_s,
                 extra=about("worker_silent", worker=worker_id),
             )
+            # Before it is forgotten, so that the end of its reader does not forget it a second time.
             self._followers.pop(worker_id).cancel()
             self._forget(worker_id, is_silent=True)
 
@@ -175,6 +177,8 @@ class WorkerWatch:
             stream = aiter(client.export_stream())
             async for ref in stream:
                 item: ExportItem = await ref
+                # The payload is an object of its own, which stays a reference: its bytes never pass through the
+                # manager.
                 payload = await anext(stream) if item.header is not None and item.header.num_bytes else None
                 self._take(worker_id, epoch, item, payload)
         except Exception as error:  # of any kind: this worker's stream is not read any more

@@ -106,6 +106,7 @@ def tokens_before(
     """
     word = _Mark()
     marked = [dict(message) for message in messages]
+    # From the last place on, so that a mark does not move the places before it in the same content.
     for number, (index, length) in reversed([*enumerate(places)]):
         content = str(marked[index]["content"])
         marked[index]["content"] = content[:length] + word.number(number) + content[length:]
@@ -116,6 +117,7 @@ def tokens_before(
     counts = []
     for number in range(len(places)):
         character = characters.get(number, 0)
+        # From the last border on, behind which tokens do not depend on the text before.
         start, count = max((each for each in chat.borders if each[0] <= character), default=(0, 0))
         rest = tokenizer.encode_with_borders(text[start:character], rendered.mark)
         counts.append(min(count + len(rest.token_ids), len(chat.token_ids)))
@@ -177,8 +179,10 @@ def next_turn(
         return []
     text = rendered.text.partition(question)[0]
     character, index = chat.borders[-1] if chat.borders else (0, 0)
+    # A template may change earlier text with another turn, such as leave out old reasoning; then all is tokenized.
     known = chat.token_ids[:index] if text[:character] == chat.text[:character] else ()
     rest = tokenizer.encode_with_borders(text[character:] if known else text, rendered.mark)
+    # Without a border behind the answer its last tokens may join with the question's first ones.
     if not rest.borders:
         return []
     _, last = rest.borders[-1]  # What follows it may become other tokens together with the question.
@@ -209,6 +213,7 @@ def _render(
 def renders_tools(tokenizer: Tokenizer, template: ChatTemplate = MODEL_TEMPLATE) -> bool:
     """True if the chat template renders tools, calls and their results, with all their parts."""
     mark = _Mark()
+    # A word for each part that must come out, so that one rendering shows which are missing.
     numbers = iter(range(100))
 
     def word() -> str:

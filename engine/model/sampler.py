@@ -68,6 +68,7 @@ def _sample(logits: torch.Tensor, requests: Sequence[Row], masks: StepMasks | No
         num_logprobs=[_num_top(p) for p in params] if any(p.logprobs is not None for p in params) else None,
         cuts=_cuts(requests),
     )
+    # The usual step: one small copy from the device instead of four.
     if output.logprobs is None:
         return [SampledToken(token_id) for token_id in download([output.token_ids])[0].tolist()]
 
@@ -99,6 +100,7 @@ def _listed(logits: torch.Tensor, request: Row, token_id: int) -> TokenLogprobs:
     would be slow, from its row of `logits` [1, vocab_size]."""
     device, params = logits.device, request.assignment.sampling
     adjusted = adjusted_row(logits, 0, _penalties([request], device), _bias([request], device))
+    # In float64, and sorted stably: the list is the same on every machine, ties in the order of ids.
     z = download([adjusted])[0].double().numpy()
     logprobs = z - z.max()
     logprobs = (logprobs - np.log(np.exp(logprobs).sum())).astype(np.float32)
@@ -106,6 +108,7 @@ def _listed(logits: torch.Tensor, request: Row, token_id: int) -> TokenLogprobs:
     if not params.logprob_token_ids:
         ids = np.argsort(-z, kind="stable")[: params.logprobs]
     chosen, values = float(logprobs[token_id]), logprobs[ids]
+    # Long lists stay arrays: as tuples of Python's numbers they take many times the memory.
     if len(ids) <= MAX_TUPLE:
         return TokenLogprobs(chosen, tuple(ids.tolist()), tuple(values.tolist()))
     return TokenLogprobs(chosen, array("i", ids.astype(np.int32).tobytes()), array("f", values.tobytes()))
@@ -158,6 +161,7 @@ def _mask(requests: Sequence[Row], masks: StepMasks | None, size: int, device: t
     rows = [-1] * len(requests) if masks is None else list(masks.rows)
     bits = [] if masks is None else [*masks.bits]
     for row, request in enumerate(requests):
+        # A grammar's mask has the request's own excluded tokens in it already.
         own = None if request.assignment.sampling.grammar is not None else own_mask(request, size)
         if own is not None:
             rows[row] = len(bits)
@@ -181,6 +185,7 @@ def _penalties(requests: Sequence[Row], device: torch.device) -> Penalties | Non
     for request, p in zip(requests, params, strict=True):
         if _penalises(p):
             generated = Counter(request.token_ids[request.assignment.num_prompt_tokens :])
+            # Repetition counts the prompt, too; presence and frequency only what was generated.
             seen = dict.fromkeys(request.token_ids)
             token_ids += list(seen)
             counts += [generated[token_id] for token_id in seen]

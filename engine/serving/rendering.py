@@ -103,6 +103,7 @@ def _next(parts: Iterator[bytes]) -> bytes:
     for part in parts:
         taken.append(part)
         num_bytes += len(part)
+        # Bounded by bytes, and by parts where these are short; never empty, as that stands for the end.
         if num_bytes >= SLICE_BYTES or (len(taken) == SLICE_PARTS and num_bytes):
             break
     return b"".join(taken)
@@ -157,6 +158,7 @@ class Rendering:
 
     def body(self, job: Job) -> Body:
         """The HTTP response of a finished job."""
+        # By its size alone: where the answer is made is no part of it, so the bytes are the same.
         if is_large([job]):
             return self.thread.slices(self._slices(job))
         if job.spec.has_inputs:
@@ -295,6 +297,7 @@ class Rendering:
         writer = ChunkWriter(job.head, answer.index, include_usage=spec.form.include_usage)
         render = self.logprobs_renderer(spec)
         has_text_alone = answer.message is None and render is None
+        # Most streams: an event is a constant around the text, which spares a dictionary for each token.
         is_plain = has_text_alone and not (spec.form.return_token_ids or spec.form.continuous_usage)
 
         def opening() -> bytes:
@@ -322,6 +325,7 @@ class Rendering:
             except Exception as error:  # handed to the reader below
                 queue.put_nowait(error)
 
+        # A task for each choice, since none may wait for the others' tokens; the queue has their events as they come.
         tasks = [asyncio.create_task(pump(answer)) for answer in job.answers]
         try:
             open_streams = len(tasks)
@@ -345,6 +349,7 @@ class Rendering:
         num_top = spec.sampling.logprobs
         if num_top is None:
             return None
+        # All that the worker has sent is shown: so many were asked for.
         if spec.all_logprobs or spec.sampling.logprob_token_ids:
             num_top = None
         if spec.kind == "chat":
