@@ -25,6 +25,7 @@ from raydix.actors.ingress.recorder import Recorder, Recording
 from raydix.actors.ingress.routes import (
     answers,
     batches,
+    conversations,
     description,
     operation,
     page,
@@ -76,7 +77,7 @@ def application(of: Replica) -> Starlette:
     """The application of a replica."""
     endpoints = {
         route: endpoint
-        for each in (answers, tokens, operation, batches, description, page)
+        for each in (answers, conversations, tokens, operation, batches, description, page)
         for route, endpoint in each.ENDPOINTS.items()
     }
     app = Starlette(routes=[ServedRoute(route, endpoints[route]) for route in ROUTES])

@@ -35,6 +35,7 @@ from raydix.engine.model.tokenizer import Tokenizer
 from raydix.engine.serving.accounting import Accounting, Refusals
 from raydix.engine.serving.answer_rendering import renderers
 from raydix.engine.serving.chats import Chats
+from raydix.engine.serving.kept_conversations import KeptConversations
 from raydix.engine.serving.output import OutputProcessor
 from raydix.engine.serving.preparation import Preparation, PreparationFacts
 from raydix.engine.serving.prompt_records import PromptRecords
@@ -81,6 +82,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
     answers, root = ManagerAnswers(manager), root_hash(model.identity.fingerprint)
     chats = _chats(model, Transcripts(answers, root, metrics.looked_up), reader=reader, dispatcher=dispatcher)
     responses = StoredResponses(answers, root, chats.shown)
+    conversations = KeptConversations(answers, root, chats.shown)
     records = PromptRecords(partial(model.tokenizer.decode, skip_special_tokens=False))
     output = OutputProcessor(dispatcher.generate, dispatcher.stopped, chats, prefix_caching=config.cache.prefix_caching)
     rendering = Rendering(output.pieces, model.vocabulary.bytes_of, RenderThread())
@@ -98,15 +100,17 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
             room=room,
             chats=chats,
             responses=responses,
+            conversations=conversations,
             vocabulary=model.vocabulary,
             root=lambda: dispatcher.root,
             records=records,
         ),
         output=output,
         responses=responses,
+        conversations=conversations,
         rendering=rendering,
         answer_room=AnswerRoom(replica_limits(config).answer_bytes),
-        renderers=renderers(rendering, output.pieces, responses),
+        renderers=renderers(rendering, output.pieces, responses, conversations),
         accounting=Accounting(metrics, Refusals()),
         requests=RequestTable(),
         metrics=ClusterMetrics(

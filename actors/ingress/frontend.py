@@ -27,6 +27,7 @@ from raydix.engine.serving.accounting import BATCH, Accounting, internal_error
 from raydix.engine.serving.background_responses import BackgroundResponses
 from raydix.engine.serving.compaction import Compaction
 from raydix.engine.serving.job import Job
+from raydix.engine.serving.kept_conversations import KeptConversations
 from raydix.engine.serving.output import OutputProcessor
 from raydix.engine.serving.preparation import Preparation
 from raydix.engine.serving.reader_pool import RequestReader
@@ -67,6 +68,7 @@ class FrontendParts:
     preparation: Preparation
     output: OutputProcessor
     responses: StoredResponses
+    conversations: KeptConversations
     rendering: Rendering
     answer_room: AnswerRoom
     renderers: Mapping[Api, Callable[[Job], Renderer]]
@@ -98,6 +100,7 @@ class Frontend:
         )
         self._renderers = parts.renderers
         self.responses = parts.responses
+        self.conversations = parts.conversations
         self.background = BackgroundResponses(
             parts.responses,
             parts.preparation,

@@ -170,6 +170,8 @@ def seal_of(origin: Origin, spec: GenerationSpec, tenant: str, prompts: Iterable
     if spec.turn is not None:
         repeated = {name: spec.turn.repeated.get(name) for name in _ONLY_REPEATED if spec.turn.repeated.get(name)}
         asked |= {"previous": spec.turn.previous, "is_stored": spec.turn.is_stored, "repeated": repeated}
+        if spec.turn.conversation is not None:
+            asked["conversation"] = spec.turn.conversation
     text = json.dumps(by_name(asked), sort_keys=True, separators=(",", ":"))
     digest = blake2b(digest_size=_SEAL_BYTES - 1, person=b"raydix resume")
     _add(digest, text.encode())

@@ -17,6 +17,7 @@ from raydix.engine.api.batch_models import Batch, BatchList, FileDeleted, FileLi
 from raydix.engine.api.batches import BatchRequest
 from raydix.engine.api.conversations import ConversationsRequest
 from raydix.engine.api.embeddings import EmbeddingsRequest, parse_embeddings
+from raydix.engine.api.openai_responses.conversations import AddItems, CreateConversation, UpdateConversation
 from raydix.engine.api.openai_responses.requests import (
     CompactRequest,
     ResponsesRequest,
@@ -26,6 +27,9 @@ from raydix.engine.api.openai_responses.requests import (
 )
 from raydix.engine.api.openai_responses.response_models import (
     CompactedResponse,
+    ConversationDeleted,
+    ConversationItem,
+    ConversationObject,
     InputTokens,
     ResponseDeleted,
     ResponseEvent,
@@ -81,6 +85,7 @@ from raydix.engine.core.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
     ContextLengthError,
+    ConversationNotFoundError,
     LateError,
     MediaTypeError,
     ModelFailedError,
@@ -109,6 +114,7 @@ BODY = (
 ANSWER = (*BODY, LateError, ModelFailedError, NoWorkerError)
 MANAGER = (ServiceError, NoWorkerError)
 STORED_RESPONSE = (RequestError, ResponseNotFoundError, *MANAGER)
+KEPT_CONVERSATION = (RequestError, ConversationNotFoundError, *MANAGER)
 STORED_FILE = (NotFoundError, ServiceError)
 UPLOAD = (RequestError, BodyTimeoutError, BodyTooLargeError, MediaTypeError, OverloadedError)
 
@@ -134,6 +140,12 @@ LAST_EVENT = Parameter(
     "Of a stream: 0 gives each event an `id`; the last event's id goes on behind it, with the same body.",
 )
 SALT = Parameter("cache_salt", "query", "That of the response's request.")
+CONVERSATION_SALT = Parameter("cache_salt", "query", "As when the conversation was created; responses have it, too.")
+ITEMS_PAGE = (
+    Parameter("limit", "query", "Most items of the page, 1 to 100; 20."),
+    Parameter("order", "query", "Order of the items; desc.", ("asc", "desc")),
+    Parameter("after", "query", "Id of the item before the page."),
+)
 LIST = (
     Parameter("limit", "query", "Most objects of the list."),
     Parameter("after", "query", "Id of the object behind which the list begins: `last_id` of the part before."),
@@ -274,7 +286,7 @@ RESPONSES = _answer(
     body=ResponsesRequest,
     response=ResponseObject,
     events=ResponseEvent,
-    errors=(ResponseNotFoundError,),
+    errors=(ResponseNotFoundError, ConversationNotFoundError),
 )
 
 INPUT_TOKENS = Route(
@@ -381,13 +393,93 @@ INPUT_ITEMS = Route(
     name="input_items",
     sentence="The input of a stored response, a page of items; `?limit=20&order=desc&after=<id>`.",
     response=ResponseItems,
-    parameters=(
-        Parameter("limit", "query", "Most items of the page, 1 to 100; 20."),
-        Parameter("order", "query", "Order of the items; desc.", ("asc", "desc")),
-        Parameter("after", "query", "Id of the item before the page."),
-        SALT,
-    ),
+    parameters=(*ITEMS_PAGE, SALT),
     errors=STORED_RESPONSE,
+)
+
+# Conversations
+
+CREATE_CONVERSATION = Route(
+    method="POST",
+    path="/v1/conversations",
+    name="create_conversation",
+    sentence="Keep a conversation, which responses go on from and add to.",
+    body=CreateConversation,
+    response=ConversationObject,
+    parameters=(CONVERSATION_SALT,),
+    errors=(*BODY, *MANAGER),
+)
+
+CONVERSATION = Route(
+    method="GET",
+    path="/v1/conversations/{conversation_id}",
+    name="conversation",
+    sentence="A conversation, without its items.",
+    response=ConversationObject,
+    parameters=(CONVERSATION_SALT,),
+    errors=KEPT_CONVERSATION,
+)
+
+UPDATE_CONVERSATION = Route(
+    method="POST",
+    path="/v1/conversations/{conversation_id}",
+    name="update_conversation",
+    sentence="Give a conversation other metadata.",
+    body=UpdateConversation,
+    response=ConversationObject,
+    parameters=(CONVERSATION_SALT,),
+    errors=(*BODY, *KEPT_CONVERSATION),
+)
+
+DELETE_CONVERSATION = Route(
+    method="DELETE",
+    path="/v1/conversations/{conversation_id}",
+    name="delete_conversation",
+    sentence="Forget a conversation with its items.",
+    response=ConversationDeleted,
+    parameters=(CONVERSATION_SALT,),
+    errors=KEPT_CONVERSATION,
+)
+
+CONVERSATION_ITEMS = Route(
+    method="GET",
+    path="/v1/conversations/{conversation_id}/items",
+    name="conversation_items",
+    sentence="The items of a conversation, a page of them; `?limit=20&order=desc&after=<id>`.",
+    response=ResponseItems,
+    parameters=(*ITEMS_PAGE, CONVERSATION_SALT),
+    errors=KEPT_CONVERSATION,
+)
+
+ADD_CONVERSATION_ITEMS = Route(
+    method="POST",
+    path="/v1/conversations/{conversation_id}/items",
+    name="add_conversation_items",
+    sentence="Add up to 20 items to a conversation, behind the others.",
+    body=AddItems,
+    response=ResponseItems,
+    parameters=(CONVERSATION_SALT,),
+    errors=(*BODY, *KEPT_CONVERSATION),
+)
+
+CONVERSATION_ITEM = Route(
+    method="GET",
+    path="/v1/conversations/{conversation_id}/items/{item_id}",
+    name="conversation_item",
+    sentence="An item of a conversation.",
+    response=ConversationItem,
+    parameters=(CONVERSATION_SALT,),
+    errors=(*KEPT_CONVERSATION, NotFoundError),
+)
+
+DELETE_CONVERSATION_ITEM = Route(
+    method="DELETE",
+    path="/v1/conversations/{conversation_id}/items/{item_id}",
+    name="delete_conversation_item",
+    sentence="Take an item out of a conversation, which is the answer.",
+    response=ConversationObject,
+    parameters=(CONVERSATION_SALT,),
+    errors=(*KEPT_CONVERSATION, NotFoundError),
 )
 
 # Tokens and models
@@ -715,6 +807,14 @@ ROUTES: Sequence[Route] = (
     DELETE_RESPONSE,
     CANCEL_RESPONSE,
     INPUT_ITEMS,
+    CREATE_CONVERSATION,
+    CONVERSATION,
+    UPDATE_CONVERSATION,
+    DELETE_CONVERSATION,
+    CONVERSATION_ITEMS,
+    ADD_CONVERSATION_ITEMS,
+    CONVERSATION_ITEM,
+    DELETE_CONVERSATION_ITEM,
     TOKENIZE,
     DETOKENIZE,
     TOKENIZER_INFO,

@@ -89,6 +89,10 @@ class ResponseTurn:
     """Id and content of the item of a summary that was made for this request."""
     is_whole: bool = False
     """The messages have those of the response to go on from."""
+    conversation: str | None = None
+    """Id of the conversation that the request goes on from, and that the answer is added to."""
+    earlier: bytes = b""
+    """The conversation (`raydix.engine.api.openai_responses.conversations`), until its messages stand in the prompt."""
     in_background: bool = False
     """The response is generated whether its client waits or not."""
 
@@ -356,10 +360,13 @@ class GenerationSpec:
 
     @property
     def is_unresolved(self) -> bool:
-        """True while the messages may lack those of the response to go on from, whose answers would be `continued`. A
-        conversation that may be compacted is not read before either: a summary is asked for in other words."""
+        """True while the messages may lack those of the response or conversation to go on from, whose answers would be
+        `continued`. A conversation that may be compacted is not read before either: a summary is asked for in other
+        words."""
         turn = self.turn
-        return turn is not None and not turn.is_whole and (turn.previous is not None or bool(turn.compact_threshold))
+        if turn is None or turn.is_whole:
+            return False
+        return turn.previous is not None or turn.conversation is not None or bool(turn.compact_threshold)
 
 
 def sampling_params(

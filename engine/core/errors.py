@@ -90,6 +90,13 @@ class ResponseNotFoundError(RequestError):
     code = "response_not_found"
 
 
+class ConversationNotFoundError(RequestError):
+    """The request names a conversation that is no longer kept, or is kept for another tenant."""
+
+    status = 404
+    code = "conversation_not_found"
+
+
 class AnswerChangedError(RequestError):
     """A stream cannot go on behind the event of `Last-Event-ID`: the answer would have other bits here."""
 

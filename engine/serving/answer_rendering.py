@@ -12,6 +12,7 @@ from raydix.engine.api.slices import whole
 from raydix.engine.api.spec import Api
 from raydix.engine.api.wire import WireFormat
 from raydix.engine.serving.job import Job
+from raydix.engine.serving.kept_conversations import KeptConversations
 from raydix.engine.serving.rendering import Body, Pieces, Renderer, Rendering, is_large, stream_of
 from raydix.engine.serving.stored_responses import StoredResponses
 
@@ -86,7 +87,7 @@ class AnswerRenderer:
 
 
 def renderers(
-    rendering: Rendering, pieces: Pieces, responses: StoredResponses
+    rendering: Rendering, pieces: Pieces, responses: StoredResponses, conversations: KeptConversations
 ) -> Mapping[Api, Callable[[Job], Renderer]]:
     """The renderer of a job, by the API of its request."""
 
@@ -97,7 +98,7 @@ def renderers(
         writer = ResponseWriter(_context_of(job, rendering))
 
         async def keep() -> None:
-            await _keep(job, writer, rendering, responses)
+            await _keep(job, writer, rendering, responses, conversations)
 
         return AnswerRenderer(job, writer, pieces, rendering, on_end=keep)
 
@@ -124,12 +125,27 @@ def _context_of(job: Job, rendering: Rendering) -> AnswerContext:
     )
 
 
-async def _keep(job: Job, writer: ResponseWriter, rendering: Rendering, responses: StoredResponses) -> None:
-    """Store the response of a finished job if its request asks for it, and note in the answer whether it is stored."""
-    assert job.spec.turn is not None
-    if not job.spec.turn.is_stored:
+async def _keep(
+    job: Job, writer: ResponseWriter, rendering: Rendering, responses: StoredResponses, conversations: KeptConversations
+) -> None:
+    """Store the response of a finished job, and add it to its conversation, as its request asks; the answer tells
+    whether that was done."""
+    [answer], turn = job.answers, job.spec.turn
+    assert turn is not None
+    if job.is_repeated:
+        answer.message_id = job.head.id
         return
-    [answer] = job.answers
+
+    async def add() -> None:
+        if turn.conversation is not None:
+            output = writer.output(rendering.choice(job.spec, answer))
+            writer.is_in_conversation = await conversations.add(job, output)
+
+    # A response in the background may be generated twice: only the one that is kept is added.
+    if job.claim is None:
+        await add()
+    if not turn.is_stored:
+        return
     answer.message_id = job.head.id
 
     def response() -> bytes:
@@ -138,3 +154,5 @@ async def _keep(job: Job, writer: ResponseWriter, rendering: Rendering, response
     text = await rendering.thread.run(response) if is_large([job]) else response()
     if not await responses.keep(job, text):
         answer.message_id = None
+    elif job.claim is not None:
+        await add()

@@ -38,6 +38,7 @@ from raydix.engine.core.tenants import Tenant, num_public_tokens, salt_of
 from raydix.engine.core.types import BlockHash, CacheHints, CacheMark, Pooling, Salt
 from raydix.engine.serving.chats import Chat, Chats
 from raydix.engine.serving.job import Answer, Job
+from raydix.engine.serving.kept_conversations import KeptConversations
 from raydix.engine.serving.prompt_records import PromptRecords
 from raydix.engine.serving.reader_pool import RequestReader, size_of
 from raydix.engine.serving.reader_work import Conversations, Reading, Request
@@ -193,6 +194,7 @@ class Preparation:
         room: Room,
         chats: Chats,
         responses: StoredResponses,
+        conversations: KeptConversations,
         vocabulary: Vocabulary,
         root: Callable[[], BlockHash | None],
         records: PromptRecords,
@@ -206,6 +208,7 @@ class Preparation:
         """Lines of batches take no places of clients' requests; their number is limited before."""
         self._chats = chats
         self._responses = responses
+        self._conversations = conversations
         self._vocabulary = vocabulary
         self._root = root
         self._clock = clock
@@ -284,7 +287,7 @@ class Preparation:
             )
         request = ("responses", run.body)
         headers = RequestHeaders(session=run.session, name=run.origin.name)
-        return await self._prepare(request, len(run.body), tenant, headers, origin=run.origin)
+        return await self._prepare(request, len(run.body), tenant, headers, origin=run.origin, earlier=run.earlier)
 
     async def num_tokens(self, route: str, body: bytes, tenant: Tenant) -> tuple[int, ContextEdits | None]:
         """Number of tokens of the prompt in an HTTP body, and the edits that it asks for; errors as `of_body`."""
@@ -306,10 +309,11 @@ class Preparation:
         is_line: bool = False,
         start: StreamStart | None = None,
         origin: Origin | None = None,
+        earlier: bytes = b"",
     ) -> Job:
         arrived_at = self._clock()
         room = self._line_room if is_line else self._room
-        reading = await self._read(request, size, tenant, room)
+        reading = await self._read(request, size, tenant, room, earlier)
         spec = headers.completed(reading.spec)
         if is_line:
             spec = _as_line(spec)
@@ -334,7 +338,7 @@ class Preparation:
                 start.give_ids(job, origin)
             if spec.turn is not None and spec.turn.in_background:
                 if isinstance(request, tuple):
-                    job.run = Run(request[1], headers.session, spec.form.stream, origin)
+                    job.run = Run(request[1], headers.session, spec.form.stream, origin, reading.earlier)
                 # A stream that is read again has the same events, with the same numbers.
                 for answer in job.answers:
                     answer.is_by_token = True
@@ -366,22 +370,31 @@ class Preparation:
         if start is not None:
             start.check(spec)
 
-    async def _read(self, request: Request, size: int, tenant: Tenant, room: Room) -> Reading:
-        """Read a request, with the stored response that it goes on from."""
+    async def _read(self, request: Request, size: int, tenant: Tenant, room: Room, earlier: bytes = b"") -> Reading:
+        """Read a request, with the stored response or the conversation that it goes on from; `earlier` is the latter as
+        it was when an answer was first asked for."""
         with room.reserve(1, tenant):
             reading = await self._reader.read(request, size, tenant.name)
             if reading.spec.is_unresolved:
-                whole = reading.spec
+                whole = await self._going_on(reading.spec, tenant, earlier)
                 assert whole.turn is not None
-                if whole.turn.previous is not None:
-                    whole = await self._responses.going_on(whole, tenant)
-                turn = whole.turn
-                assert turn is not None
-                whole = replace(whole, turn=replace(turn, is_whole=True))
                 reading = await self._reader.read(whole, size_of(whole), tenant.name)
-                if turn.compact_threshold:
-                    reading = replace(reading, unread=whole)
+                reading = replace(reading, earlier=whole.turn.earlier)
+                if whole.turn.compact_threshold:
+                    read = reading.spec
+                    unread = replace(whole, messages=read.messages, continued=read.continued, turn=read.turn)
+                    reading = replace(reading, unread=unread)
         return reading
+
+    async def _going_on(self, spec: GenerationSpec, tenant: Tenant, earlier: bytes) -> GenerationSpec:
+        """The request with all that its prompt is made of."""
+        turn = spec.turn
+        assert turn is not None
+        if turn.conversation is not None and not earlier:
+            earlier = await self._conversations.of_request(turn.conversation, tenant, spec.retention.salt)
+        if turn.previous is not None:
+            spec = await self._responses.going_on(spec, tenant)
+        return replace(spec, turn=replace(turn, is_whole=True, earlier=earlier))
 
     def _named(
         self, spec: GenerationSpec, name: str | None, start: StreamStart | None, given: Origin | None

@@ -92,7 +92,8 @@ def size_of(spec: GenerationSpec) -> int:
     values = [str(value) for message in spec.messages for value in message.values()]
     values += [spec.template.source or "", *map(str, spec.template.arguments.values())]
     values += map(str, () if spec.tools is None else spec.tools.definitions)
-    return sum(map(len, spec.prompts)) + MESSAGE_BYTES * len(spec.messages) + sum(map(len, values))
+    earlier = 0 if spec.turn is None else len(spec.turn.earlier)
+    return earlier + sum(map(len, spec.prompts)) + MESSAGE_BYTES * len(spec.messages) + sum(map(len, values))
 
 
 def _parsed_size(request: Work) -> int:

@@ -52,6 +52,8 @@ class Reading:
     """Tokens of the prompt before each of the request's marks."""
     unread: GenerationSpec | None = None
     """The request before it was read, where its conversation may be compacted."""
+    earlier: bytes = b""
+    """The conversation that the request went on from, as it was."""
     edits: ContextEdits | None = None
     """What was left out of the client's chat, where the request asks for edits."""
     parts: tuple[PromptPart, ...] = ()

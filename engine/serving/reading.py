@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from raydix.engine.api.context_edits import edited
 from raydix.engine.api.conversations import naming, parse_conversations
+from raydix.engine.api.openai_responses.conversations import resolved
 from raydix.engine.api.reasoning import effort_arguments, with_lead, with_limit
 from raydix.engine.api.routes import parse
 from raydix.engine.api.spec import ChatMessage, GenerationSpec, Prompt, ToolUse, max_tokens_for, require_token_ids
@@ -167,6 +168,8 @@ class Reader:
         # The messages of the response to go on from are elsewhere: the caller adds them, and the request is read again.
         if spec.is_unresolved:
             return Reading(spec)
+        if spec.turn is not None and spec.turn.earlier:
+            spec = resolved(spec)
         if spec.reasoning.effort is not None:
             source = spec.template.source or self._tokenizer.chat_template
             arguments = effort_arguments(spec.reasoning, source, has_reasoning=self._facts.has_reasoning)

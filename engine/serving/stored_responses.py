@@ -63,6 +63,11 @@ class StoredResponses:
                 f"The response '{previous}' goes on from '{gone}', which is not kept any more.",
                 param="previous_response_id",
             )
+        if (conversation := earlier[-1].conversation) is not None:
+            raise RequestError(
+                f"The response '{previous}' belongs to the conversation '{conversation}': give that as 'conversation'.",
+                param="previous_response_id",
+            )
         for each in earlier:
             if each.state != "ended":
                 raise RequestError(_WITHOUT_ANSWER[each.state], param="previous_response_id")
@@ -71,8 +76,6 @@ class StoredResponses:
     async def keep(self, job: Job, response: bytes) -> bool:
         """Keep the response, as JSON, of a finished job; returns whether the response is kept. One in the background
         waits for a keeper that is away."""
-        if job.is_repeated:
-            return True
         [answer], claim = job.answers, job.claim
         shown = self._shown(answer.token_ids, answer.text)
         stored = replace(
@@ -156,6 +159,7 @@ class StoredResponses:
             messages=spec.messages[len(spec.messages) - spec.turn.num_own :],
             text="",
             token_ids=None,
+            conversation=spec.turn.conversation,
             in_background=spec.turn.in_background,
         )
 

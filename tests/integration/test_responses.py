@@ -151,3 +151,33 @@ def test_a_response_in_the_background_is_cancelled(client: openai.OpenAI) -> Non
         ask(client, "Go on.", previous_response_id=queued.id)
     with pytest.raises(openai.BadRequestError, match="synchronous"):
         client.responses.cancel(ask(client, QUESTION).id)
+
+
+def test_a_kept_conversation(client: openai.OpenAI) -> None:
+    """Its answers stand in later prompts with exactly their ids, as those of stored responses do."""
+    created = client.conversations.create(metadata={"topic": "rivers"})
+    fields: dict[str, Any] = {"extra_body": {"ignore_eos": True}, "max_output_tokens": 40}
+    first = ask(client, QUESTION, conversation=created.id, **fields)
+    assert first.conversation.id == created.id
+    second = ask(client, "Which is the longest?", conversation=created.id, **fields)
+    alone = ask(client, QUESTION, **fields)
+    same = ask(client, "Which is the longest?", previous_response_id=alone.id, **fields)
+    assert second.output_text == same.output_text and second.usage.input_tokens == same.usage.input_tokens
+    items: list[Any] = list(client.conversations.items.list(created.id, order="asc", limit=3))
+    assert [(item.role, item.content[0].text) for item in items] == [
+        ("user", QUESTION),
+        ("assistant", first.output_text),
+        ("user", "Which is the longest?"),
+        ("assistant", second.output_text),
+    ], "in two pages"
+
+    note: Any = {"type": "message", "role": "user", "content": "The Danube."}
+    [added] = client.conversations.items.create(created.id, items=[note]).data
+    assert added.id is not None
+    assert client.conversations.items.retrieve(added.id, conversation_id=created.id).id == added.id
+    client.conversations.items.delete(added.id, conversation_id=created.id)
+    changed = client.conversations.update(created.id, metadata={"topic": "longest"})
+    assert client.conversations.retrieve(created.id).metadata == changed.metadata == {"topic": "longest"}
+    assert client.conversations.delete(created.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        ask(client, "Go on.", conversation=created.id)

@@ -22,6 +22,7 @@ from raydix.actors.metric_values import MetricFamily
 from raydix.actors.rpc import ManagerClient
 from raydix.engine.api.context_edits import edited
 from raydix.engine.api.conversations import parse_conversations
+from raydix.engine.api.openai_responses.conversations import resolved
 from raydix.engine.api.routes import parse
 from raydix.engine.api.spec import GenerationSpec, Prompt
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
@@ -39,6 +40,7 @@ from raydix.engine.model.tokenizer import RenderedChat, Tokenizer
 from raydix.engine.serving.accounting import Accounting, FinishedRequest, Refusals
 from raydix.engine.serving.answer_rendering import renderers
 from raydix.engine.serving.chats import Chats
+from raydix.engine.serving.kept_conversations import KeptConversations
 from raydix.engine.serving.output import OutputProcessor
 from raydix.engine.serving.preparation import Preparation, PreparationFacts
 from raydix.engine.serving.prompt_records import PromptRecords, parts_of
@@ -154,6 +156,8 @@ class FakeReader(RequestReader):
             self.check_model(spec.model)
         if spec.is_unresolved:
             return Reading(spec)
+        if spec.turn is not None and spec.turn.earlier:
+            spec = resolved(spec)
         if spec.given_prompt is not None:
             return self._real().read(spec)
         if spec.kind == "chat":
@@ -420,6 +424,7 @@ class Replica:
             prepare=self.dispatcher.prepare,
         )
         self.responses = StoredResponses(ManagerAnswers(self.manager), b"root", self.chats.shown)
+        conversations = KeptConversations(ManagerAnswers(self.manager), b"root", self.chats.shown)
         model = ServedModel(MODEL, max_model_len, VOCAB, HIDDEN, created=1)
         facts = PreparationFacts(
             model=model,
@@ -436,6 +441,7 @@ class Replica:
             room=self.room,
             chats=self.chats,
             responses=self.responses,
+            conversations=conversations,
             vocabulary=vocabulary,
             root=lambda: ROOT,
             records=self.records,
@@ -464,9 +470,10 @@ class Replica:
             preparation=self.preparation,
             output=self.output,
             responses=self.responses,
+            conversations=conversations,
             rendering=self.rendering,
             answer_room=self.answer_room,
-            renderers=renderers(self.rendering, self.output.pieces, self.responses),
+            renderers=renderers(self.rendering, self.output.pieces, self.responses, conversations),
             accounting=self.accounting,
             requests=self.requests,
             metrics=metrics,

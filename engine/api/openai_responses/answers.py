@@ -57,6 +57,8 @@ class ResponseWriter:
         """Events so far, with those that the reader has already."""
         self._first = 0 if self._turn.compaction is None else 1
         """Index of the answer's first item, behind that of a summary."""
+        self.is_in_conversation = True
+        """False: the answer could not be added to its conversation."""
         self._index = self._first
         """Number of the item that is open in the stream, or else of the next one."""
         self._open: Part | None = None
@@ -68,21 +70,23 @@ class ResponseWriter:
     def response(self, choice: Choice, usage: TokenUsage) -> Json:
         """The response as a whole."""
         is_cut = choice.finish_reason is FinishReason.LENGTH
-        parts = _parts(choice)
-        logprobs = [] if choice.logprobs is None else choice.logprobs["content"]
-        items = [*self._summary()]
-        for index, part in enumerate(parts):
-            status = "incomplete" if is_cut and index == len(parts) - 1 else "completed"
-            items.append(self._item(self._first + index, part, status, [] if index else logprobs))
-
         return self._response(
             "incomplete" if is_cut else "completed",
-            items,
+            self.output(choice, [] if choice.logprobs is None else choice.logprobs["content"]),
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             store=choice.message_id is not None,
             usage=_usage(usage),
             **self._messages(choice),
         )
+
+    def output(self, choice: Choice, logprobs: object = ()) -> list[Json]:
+        """The items of the answer, the first one with these log-probabilities."""
+        is_cut = choice.finish_reason is FinishReason.LENGTH
+        parts, items = _parts(choice), [*self._summary()]
+        for index, part in enumerate(parts):
+            status = "incomplete" if is_cut and index == len(parts) - 1 else "completed"
+            items.append(self._item(self._first + index, part, status, () if index else logprobs))
+        return items
 
     def _summary(self) -> Iterator[Json]:
         """The item of a summary that was made for this request, if there is one."""
@@ -213,6 +217,8 @@ class ResponseWriter:
         self._index += 1
 
     def _response(self, status: str, output: Sequence[Json], **fields: object) -> Json:
+        if not self.is_in_conversation:
+            fields["conversation"] = None
         return _response(self._context.head, self._context.spec, status, output, **fields)
 
     def _item(self, index: int, part: Part, status: str, logprobs: object) -> Json:
@@ -275,6 +281,7 @@ def _response(head: ResponseHead, spec: GenerationSpec, status: str, output: Seq
         "model": head.model,
         "output": output,
         "background": spec.turn.in_background,
+        "conversation": None if spec.turn.conversation is None else {"id": spec.turn.conversation},
         "reasoning": {"effort": spec.reasoning.effort, "summary": None},
         "service_tier": "default",
         "truncation": "disabled",

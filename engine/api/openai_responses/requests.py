@@ -26,6 +26,7 @@ from raydix.engine.api.known import (
 )
 from raydix.engine.api.normal_form import normal_form
 from raydix.engine.api.openai_responses.compaction import SUMMARY_TOKENS, CompactionRule, asking
+from raydix.engine.api.openai_responses.conversations import ConversationName, Metadata
 from raydix.engine.api.openai_responses.items import Item, as_items, messages_of
 from raydix.engine.api.openai_responses.tools import ResponseTool, ToolChoice, namespaces_of, server_tools, tool_use
 from raydix.engine.api.prompts import Label, Message
@@ -43,25 +44,13 @@ from raydix.engine.api.validation import (
     hint,
     only,
     parse_body,
-    problem,
 )
 from raydix.engine.core.errors import RequestError
 
 LOGPROBS = "message.output_text.logprobs"
-MAX_METADATA = 16
 COMPACTION = "compaction"
 
 ResponseId = Annotated[Label, StringConstraints(pattern=f"^{ID_PREFIXES['responses']}")]
-Metadata = dict[
-    Annotated[str, StringConstraints(max_length=64)],
-    Annotated[str, StringConstraints(max_length=512)],
-]
-
-
-def _few(value: object) -> object:
-    if isinstance(value, dict) and len(value) > MAX_METADATA:
-        raise problem(f"must have at most {MAX_METADATA} elements, got {len(value)}")
-    return value
 
 
 class TextFormat(StrictModel):
@@ -113,6 +102,10 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
     previous_response_id: ResponseId | None = Field(
         default=None, description="Of a stored response: go on from exactly its token ids."
     )
+    conversation: ConversationName | None = Field(
+        default=None,
+        description="Of a kept conversation: its items come before the input, and input and answer are added to it.",
+    )
     store: bool | None = Field(default=None, description="Store the response; true.")
     max_output_tokens: Annotated[int, Field(ge=1), INTEGRAL] | None = Field(
         default=None, description="Most tokens to generate; the context may end the answer earlier."
@@ -131,9 +124,7 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20), INTEGRAL] | None = Field(
         default=None, description="Report this many likeliest tokens at each position."
     )
-    metadata: Annotated[Metadata, BeforeValidator(_few)] | None = Field(
-        default=None, description="Up to 16 texts by name, which the response repeats."
-    )
+    metadata: Metadata | None = Field(default=None, description="Up to 16 texts by name, which the response repeats.")
     text: TextOptions | None = Field(default=None, description="With `format`, the form of the answer.")
     tools: Annotated[list[ResponseTool], BeforeValidator(few_tools)] | None = Field(
         default=None,
@@ -176,7 +167,6 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
     access_programs: Unsupported = None
     background_options: UnlessEmpty = None
     client_metadata: Ignored = None
-    conversation: Unsupported = None
     image: UnlessEmpty = None
     max_tool_calls: Ignored = None
     moderation: Unsupported = None
@@ -210,6 +200,11 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
         if self.background and self.store is False:
             raise RequestError("'background' needs a stored response: leave 'store' out.", param="background")
 
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise RequestError(
+                "'conversation' and 'previous_response_id' cannot be given together.", param="previous_response_id"
+            )
+
         instructions = [Message(role="system", content=self.instructions)] if self.instructions else []
         own = messages_of(self.input)
         turn = ResponseTurn(
@@ -222,6 +217,7 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
             namespaces=namespaces_of(self.tools or ()),
             num_instructions=len(instructions),
             compact_threshold=self._threshold(),
+            conversation=self.conversation,
             in_background=bool(self.background),
         )
         asked = GenerationSpec(

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from raydix.engine.api.response_models import Shape
 
@@ -41,6 +41,7 @@ class ResponseObject(Shape):
     model: str = Field(description="Name of the model.")
     output: list[dict[str, Any]] = Field(description="Items: reasoning, messages, and calls of functions.")
     background: bool = Field(description="As in the request.")
+    conversation: dict[str, str] | None = Field(description="Id of the conversation that input and answer are in.")
     reasoning: dict[str, str | None] = Field(description="The effort as in the request; there is no summary.")
     service_tier: Literal["default"] = Field(description="Always the default.")
     truncation: Literal["disabled"] = Field(description="Always disabled.")
@@ -116,6 +117,32 @@ class CompactedResponse(Shape):
         description="The user's messages, and an item `compaction`, with which later requests go on."
     )
     usage: ResponseUsage = Field(description="Tokens of the summary's request.")
+
+
+class ConversationObject(Shape):
+    """A conversation."""
+
+    id: str = Field(description="By which responses go on from it.")
+    object: Literal["conversation"] = Field(description="Kind of the object.")
+    created_at: int = Field(description="Seconds since 1970.")
+    metadata: dict[str, str] = Field(description="As in the request.")
+
+
+class ConversationDeleted(Shape):
+    """A conversation that was deleted."""
+
+    id: str = Field(description="Id of the conversation.")
+    object: Literal["conversation.deleted"] = Field(description="Kind of the object.")
+    deleted: Literal[True] = Field(description="Always true.")
+
+
+class ConversationItem(Shape):
+    """An item of a conversation: a message, reasoning, a call, a result or a compaction."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str = Field(description="Id of the item.")
+    type: str = Field(description="Kind of the item.")
 
 
 class ResponseDeleted(Shape):

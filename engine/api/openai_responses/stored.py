@@ -32,6 +32,8 @@ class Run:
     """Session in the request's headers."""
     streams: bool
     origin: Origin
+    earlier: bytes = b""
+    """The conversation that the request goes on from, as it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class StoredResponse:
     """The generated text."""
     token_ids: tuple[int, ...] | None
     """Ids of the text in later prompts; None where the text itself stands there."""
+    conversation: str | None = None
+    """Id of the conversation that it belongs to."""
     in_background: bool = False
     state: State = "ended"
     run: Run | None = None
@@ -62,9 +66,9 @@ class StoredResponse:
         own, _, response = data[start:].partition(b"\n")
         fields = orjson.loads(own)
         if run := fields.pop("run", None):
-            num_bytes = run.pop("body_bytes")
-            fields["run"] = Run(response[:num_bytes], origin=Origin(**run.pop("origin")), **run)
-            response = response[num_bytes:]
+            body, rest = _cut(response, run.pop("body_bytes"))
+            earlier, response = _cut(rest, run.pop("earlier_bytes"))
+            fields["run"] = Run(body, origin=Origin(**run.pop("origin")), earlier=earlier, **run)
         for name in ("items", "messages", "token_ids"):
             fields[name] = None if fields[name] is None else tuple(fields[name])
         if not response:  # an older server wrote everything as one object
@@ -74,17 +78,24 @@ class StoredResponse:
 
 
 def encoded(stored: StoredResponse, revision: bytes = b"") -> bytes:
-    """A stored response as bytes: a line with all but the object of the API and the body of a run, and behind it these
-    two. Of a response under way the `revision` stands before it, by which its data is told from all others."""
+    """A stored response as bytes: a line with all but the object of the API and what a run needs, and behind it
+    these. Of a response under way the `revision` stands before it, by which its data is told from all others."""
     own: Json = {name: getattr(stored, name) for name in ("previous", "items", "messages", "text", "token_ids")}
     if stored.in_background:
         own |= {"in_background": True, "state": stored.state}
-    body = b""
+    if stored.conversation is not None:
+        own["conversation"] = stored.conversation
+    body = earlier = b""
     if (run := stored.run) is not None:
-        body, origin = run.body, asdict(run.origin)
-        own["run"] = {"session": run.session, "streams": run.streams, "origin": origin, "body_bytes": len(body)}
+        body, earlier = run.body, run.earlier
+        sizes = {"body_bytes": len(body), "earlier_bytes": len(earlier)}
+        own["run"] = {"session": run.session, "streams": run.streams, "origin": asdict(run.origin), **sizes}
     beginning = beginning_of(revision) if stored.state == "under_way" else b""
-    return b"".join((beginning, orjson.dumps(own), b"\n", body, stored.response))
+    return b"".join((beginning, orjson.dumps(own), b"\n", body, earlier, stored.response))
+
+
+def _cut(data: bytes, size: int) -> tuple[bytes, bytes]:
+    return data[:size], data[size:]
 
 
 def beginning_of(revision: bytes) -> bytes:
