@@ -27,6 +27,7 @@ from raydix.actors.ingress.routes import (
     batches,
     conversations,
     description,
+    message_batches,
     operation,
     page,
     tokens,
@@ -77,7 +78,7 @@ def application(of: Replica) -> Starlette:
     """The application of a replica."""
     endpoints = {
         route: endpoint
-        for each in (answers, conversations, tokens, operation, batches, description, page)
+        for each in (answers, conversations, tokens, operation, batches, message_batches, description, page)
         for route, endpoint in each.ENDPOINTS.items()
     }
     app = Starlette(routes=[ServedRoute(route, endpoints[route]) for route in ROUTES])

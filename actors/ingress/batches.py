@@ -87,6 +87,11 @@ class Batches:
         self._uploads, self._batches = Shares(), Shares()
         """Arriving files and running batches by tenant."""
 
+    @property
+    def max_lines(self) -> int | None:
+        """Most lines of a batch; None: no limit."""
+        return self._lines.max_lines
+
     def change(self, settings: BatchSettings) -> None:
         """Take other limits; the folder and the model stay. What is on the disk and what runs stays beyond lower
         ones."""

@@ -18,6 +18,7 @@ from raydix.engine.api.batches import LineAnswer, failed_answer
 from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse, as_embed_request
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
 from raydix.engine.api.responses import Json, model_object
+from raydix.engine.api.routes import ROUTES
 from raydix.engine.api.spec import Api
 from raydix.engine.core.errors import RaydixError, ServiceError
 from raydix.engine.core.ingress.answer_room import AnswerRoom, RoomClaim
@@ -37,6 +38,8 @@ from raydix.engine.serving.served_model import ServedModel
 from raydix.engine.serving.stored_responses import StoredResponses
 from raydix.engine.serving.tokenization import Tokenization
 
+_WIRES = {route.name: route.wire for route in ROUTES if route.is_answer}
+"""Form of errors by the name of the route."""
 SMALL_BYTES = 1 << 20
 """Answers below this size claim no memory: the limit of requests bounds them."""
 
@@ -205,19 +208,19 @@ class Frontend:
 
     async def answer_line(self, route: str, body: bytes, tenant: Tenant) -> LineAnswer:
         """Answer a line of a batch; an error is an answer."""
-        name = uuid.uuid4().hex
+        name, wire = uuid.uuid4().hex, _WIRES[route]
         try:
             job = await self.preparation.of_line(route, body, tenant, name)
             with self.accounted(job):
                 async with self.answer_room(job):
                     await self.output.collect(job)
-                    return LineAnswer(HTTPStatus.OK, name, await joined(self.rendering.body(job)))
+                    return LineAnswer(HTTPStatus.OK, name, await joined(await self.renderer(job).body()))
         # A line's error is its answer: the batch goes on.
         except RaydixError as error:
             self.accounting.refused(error, BATCH)
-            return failed_answer(error, name)
+            return failed_answer(error, name, wire)
         except Exception as error:
-            return failed_answer(internal_error(error, request_id=name), name)
+            return failed_answer(internal_error(error, request_id=name), name, wire)
 
     @property
     def num_under_way(self) -> int:

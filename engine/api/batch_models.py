@@ -43,6 +43,47 @@ class _Page(Shape):
     has_more: bool = Field(description="Whether there is a next part.")
 
 
+class RequestCounts(Shape):
+    """Requests of a batch of messages, by outcome."""
+
+    processing: int = Field(description="All, until the batch has ended.")
+    succeeded: int = Field(description="Answered requests.")
+    errored: int = Field(description="Failed requests.")
+    canceled: int = Field(description="Requests that had not run when the batch was cancelled.")
+    expired: int = Field(description="Requests that had not run in time.")
+
+
+class MessageBatch(Shape):
+    """A batch of messages."""
+
+    id: str = Field(description="Id of the batch.")
+    type: Literal["message_batch"] = Field(description="Kind of the object.")
+    processing_status: Literal["in_progress", "canceling", "ended"] = Field(description="State of the batch.")
+    request_counts: RequestCounts = Field(description="Requests by outcome.")
+    created_at: str = Field(description="Time of the request.")
+    expires_at: str = Field(description="When requests that have not run do not run any more: after a day.")
+    ended_at: str | None = Field(description="Time of the end.")
+    cancel_initiated_at: str | None = Field(description="When the client cancelled.")
+    archived_at: None = Field(description="Always null.")
+    results_url: str | None = Field(description="Address of the results, once the batch has ended.")
+
+
+class MessageBatchList(Shape):
+    """A page of batches of messages."""
+
+    data: list[MessageBatch] = Field(description="Batches, the newest first.")
+    first_id: str | None = Field(description="Id of the first batch.")
+    last_id: str | None = Field(description="Id of the last batch.")
+    has_more: bool = Field(description="True if more batches follow.")
+
+
+class MessageBatchDeleted(Shape):
+    """A batch of messages that was erased."""
+
+    id: str = Field(description="Id of the batch.")
+    type: Literal["message_batch_deleted"] = Field(description="Kind of the object.")
+
+
 class FileList(_Page):
     """Files of one tenant."""
 

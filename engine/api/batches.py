@@ -9,14 +9,22 @@ from typing import Annotated, Literal, TypeAlias, get_args
 import orjson
 from pydantic import Field, StringConstraints, ValidationError
 
-from raydix.engine.api.responses import Json, error_body
+from raydix.engine.api.responses import Json
 from raydix.engine.api.validation import StrictModel, request_error
+from raydix.engine.api.wire import OPENAI, WireFormat
 from raydix.engine.core.batches.batch_run import Progress
 from raydix.engine.core.batches.records import Problem, Status
 from raydix.engine.core.errors import RaydixError, RequestError, ServiceError
 
 Endpoint: TypeAlias = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
-ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
+"""Route of the lines of OpenAI's batches."""
+MessagesEndpoint: TypeAlias = Literal["/v1/messages"]
+"""Route of the lines of Anthropic's batches."""
+LineEndpoint: TypeAlias = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages"]
+ENDPOINTS: tuple[LineEndpoint, ...] = get_args(LineEndpoint)
+MESSAGES: MessagesEndpoint = "/v1/messages"
+MESSAGES_WINDOW = "24h"
+"""Completion window of Anthropic's batches."""
 MAX_CUSTOM_ID = 512
 """Characters of a line's `custom_id`."""
 MIN_LIFE_S, MAX_LIFE_S = 3600, 30 * 86_400
@@ -107,7 +115,7 @@ class Line(StrictModel):
 
     custom_id: Annotated[str, StringConstraints(min_length=1, max_length=MAX_CUSTOM_ID)]
     method: Literal["POST"]
-    url: Endpoint
+    url: LineEndpoint
     body: dict[str, object]
 
     @property
@@ -123,7 +131,7 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def parse_line(content: bytes, number: int, endpoint: Endpoint | None) -> Line | Problem:
+def parse_line(content: bytes, number: int, endpoint: LineEndpoint | None) -> Line | Problem:
     """A line of an input file, the `number`-th from 1. A batch has one endpoint; None: each line has its own."""
     try:
         line = Line.model_validate_json(content)
@@ -177,10 +185,10 @@ class LineAnswer:
     may_retry: bool = False
 
 
-def failed_answer(error: RaydixError, request_id: str) -> LineAnswer:
-    """The response of a failed line."""
+def failed_answer(error: RaydixError, request_id: str, wire: WireFormat = OPENAI) -> LineAnswer:
+    """The response of a failed line, in the words of its route's API."""
     may_retry = isinstance(error, ServiceError) and error.status != MODEL_FAILED
-    return LineAnswer(error.status, request_id, error_body(error), may_retry)
+    return LineAnswer(wire.status(error), request_id, wire.error_body(error), may_retry)
 
 
 def output_line(line_id: str, custom_id: str, answer: LineAnswer) -> bytes:
@@ -236,7 +244,7 @@ class BatchRecord:
     id: str
     tenant: str
     model: str
-    endpoint: Endpoint
+    endpoint: LineEndpoint
     input_file_id: str
     completion_window: str
     created_at: float

@@ -10,10 +10,21 @@ from typing import Any
 
 from pydantic import BaseModel, Field, RootModel
 
+from raydix.engine.api.anthropic.batches import MessageBatchRequest
 from raydix.engine.api.anthropic.errors import ANTHROPIC
 from raydix.engine.api.anthropic.requests import CountRequest, MessagesRequest, parse_count, parse_messages
 from raydix.engine.api.anthropic.response_models import MessageEvent, MessageResponse, TokenCount
-from raydix.engine.api.batch_models import Batch, BatchList, FileDeleted, FileList, FileObject, UploadForm
+from raydix.engine.api.batch_models import (
+    Batch,
+    BatchList,
+    FileDeleted,
+    FileList,
+    FileObject,
+    MessageBatch,
+    MessageBatchDeleted,
+    MessageBatchList,
+    UploadForm,
+)
 from raydix.engine.api.batches import BatchRequest
 from raydix.engine.api.conversations import ConversationsRequest
 from raydix.engine.api.embeddings import EmbeddingsRequest, parse_embeddings
@@ -618,6 +629,74 @@ CANCEL_BATCH = Route(
     errors=(*STORED_FILE, RequestError),
 )
 
+# Batches of messages
+
+CREATE_MESSAGE_BATCH = Route(
+    method="POST",
+    path="/v1/messages/batches",
+    name="create_message_batch",
+    sentence="Answer many requests of `/v1/messages`, in room left by clients.",
+    body=MessageBatchRequest,
+    response=MessageBatch,
+    errors=(*STORED_FILE, *BODY),
+    wire=ANTHROPIC,
+)
+
+LIST_MESSAGE_BATCHES = Route(
+    method="GET",
+    path="/v1/messages/batches",
+    name="list_message_batches",
+    sentence="One's batches of messages, the newest first.",
+    response=MessageBatchList,
+    parameters=(
+        Parameter("limit", "query", "Most batches of the page, 1 to 1,000; 20."),
+        Parameter("after_id", "query", "Id of the batch before the page."),
+        Parameter("before_id", "query", "Id of the batch behind the page."),
+    ),
+    errors=(*STORED_FILE, RequestError),
+    wire=ANTHROPIC,
+)
+
+MESSAGE_BATCH = Route(
+    method="GET",
+    path="/v1/messages/batches/{message_batch_id}",
+    name="message_batch",
+    sentence="The state of a batch of messages.",
+    response=MessageBatch,
+    errors=STORED_FILE,
+    wire=ANTHROPIC,
+)
+
+CANCEL_MESSAGE_BATCH = Route(
+    method="POST",
+    path="/v1/messages/batches/{message_batch_id}/cancel",
+    name="cancel_message_batch",
+    sentence="End a batch of messages; what was answered so far is in its results.",
+    response=MessageBatch,
+    errors=(*STORED_FILE, RequestError),
+    wire=ANTHROPIC,
+)
+
+MESSAGE_BATCH_RESULTS = Route(
+    method="GET",
+    path="/v1/messages/batches/{message_batch_id}/results",
+    name="message_batch_results",
+    sentence="The results of a batch of messages that has ended, a line of JSON for each request.",
+    response="application/x-jsonl",
+    errors=(*STORED_FILE, RequestError),
+    wire=ANTHROPIC,
+)
+
+DELETE_MESSAGE_BATCH = Route(
+    method="DELETE",
+    path="/v1/messages/batches/{message_batch_id}",
+    name="delete_message_batch",
+    sentence="Erase a batch of messages that has ended, with its results.",
+    response=MessageBatchDeleted,
+    errors=(*STORED_FILE, RequestError),
+    wire=ANTHROPIC,
+)
+
 # Requests and the cache
 
 REQUESTS = Route(
@@ -829,6 +908,12 @@ ROUTES: Sequence[Route] = (
     LIST_BATCHES,
     BATCH,
     CANCEL_BATCH,
+    CREATE_MESSAGE_BATCH,
+    LIST_MESSAGE_BATCHES,
+    MESSAGE_BATCH,
+    CANCEL_MESSAGE_BATCH,
+    MESSAGE_BATCH_RESULTS,
+    DELETE_MESSAGE_BATCH,
     REQUESTS,
     REQUESTS_EVENTS,
     EXPLAIN,

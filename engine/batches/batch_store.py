@@ -22,10 +22,17 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from raydix.engine.api.batches import BatchRecord, BatchRequest
+from raydix.engine.api.batches import (
+    MESSAGES,
+    MESSAGES_WINDOW,
+    BatchRecord,
+    BatchRequest,
+    LineEndpoint,
+    window_s,
+)
 from raydix.engine.batches.disk import make_folder, move, sync_folder, write
 from raydix.engine.batches.file_store import OPEN, FileStore, entries, new_file_id
 from raydix.engine.core.batches.batch_run import Progress
@@ -64,34 +71,55 @@ class BatchStore:
 
     def create(self, tenant: str, model: str, request: BatchRequest) -> StoredBatch:
         """Begin a batch. Raises NotFoundError, RequestError; OSError."""
-        source = self._input_of(tenant, request.input_file_id)
-        now, life = self._clock(), request.output_expires_after
-        record = BatchRecord(
+        life = request.output_expires_after
+        record = self._record(
+            tenant, model, request.endpoint, request.input_file_id, request.completion_window, request.window_s
+        )
+        life_s = None if life is None else life.seconds
+        return self._begin(replace(record, output_life_s=life_s, metadata=request.metadata), Progress())
+
+    def create_of_messages(self, tenant: str, model: str, file_id: str, num_lines: int) -> StoredBatch:
+        """Begin a batch of messages, of a file with so many valid lines, which is erased: the batch has its content.
+        Errors as `create`."""
+        record = self._record(tenant, model, MESSAGES, file_id, MESSAGES_WINDOW, window_s(MESSAGES_WINDOW))
+        try:
+            return self._begin(record, Progress(num_lines=num_lines))
+        finally:
+            self._files.erase(tenant, file_id)
+
+    def _record(
+        self, tenant: str, model: str, endpoint: LineEndpoint, file_id: str, window: str, seconds: float
+    ) -> BatchRecord:
+        """A new batch that begins now and has `seconds` time, which `window` says in words."""
+        now = self._clock()
+        return BatchRecord(
             id=f"batch_{secrets.token_hex(16)}",
             tenant=tenant,
             model=model,
-            endpoint=request.endpoint,
-            input_file_id=request.input_file_id,
-            completion_window=request.completion_window,
+            endpoint=endpoint,
+            input_file_id=file_id,
+            completion_window=window,
             created_at=now,
-            expires_at=now + request.window_s,
+            expires_at=now + seconds,
             output_file_id=new_file_id(),
             error_file_id=new_file_id(),
-            output_life_s=None if life is None else life.seconds,
-            metadata=request.metadata,
+            output_life_s=None,
         )
-        draft = self._files.incoming(tenant)
+
+    def _begin(self, record: BatchRecord, progress: Progress) -> StoredBatch:
+        source = self._input_of(record.tenant, record.input_file_id)
+        draft = self._files.incoming(record.tenant)
         make_folder(draft, must_be_new=True)
         try:
             _link(source, draft / INPUT)
             write(draft / BATCH, json.dumps(asdict(record)).encode())
-            write(draft / PROGRESS, _dumped(Progress()))
+            write(draft / PROGRESS, _dumped(progress))
             make_folder(self._open)
             move(draft, self._folder(record))
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
-        return StoredBatch(record, Progress(), self._folder(record))
+        return StoredBatch(record, progress, self._folder(record))
 
     def get(self, tenant: str, batch_id: str) -> StoredBatch:
         """A batch of a tenant. Raises NotFoundError."""
@@ -118,6 +146,15 @@ class BatchStore:
                 (batch.folder / CANCEL).touch(mode=0o600)
                 sync_folder(batch.folder)
         return self.get(tenant, batch_id)
+
+    def erase(self, batch: StoredBatch) -> None:
+        """Erase an ended batch, with its output. Raises RequestError for one that has not ended."""
+        if batch.progress.ended_at is None:
+            raise RequestError("The batch has not ended: cancel it first.", param="batch_id")
+        for file_id in (batch.record.output_file_id, batch.record.error_file_id):
+            with suppress(NotFoundError):
+                self._files.erase(batch.record.tenant, file_id)
+        shutil.rmtree(batch.folder, ignore_errors=True)
 
     # For runners
 

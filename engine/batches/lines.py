@@ -17,7 +17,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-from raydix.engine.api.batches import Endpoint, Line, body_place, parse_line
+from raydix.engine.api.batches import Line, LineEndpoint, body_place, parse_line
+from raydix.engine.batches.beside import BESIDE_BYTES, be_nice, run_beside
 from raydix.engine.core.batches.lines import PrefixOrder
 from raydix.engine.core.batches.records import Problem
 
@@ -25,13 +26,6 @@ MAX_PROBLEMS = 100
 """Most problems told of one file."""
 BUSY_S = 0.002
 """Seconds of work between two pauses as long: other threads have turns."""
-
-
-BESIDE_BYTES = 64 << 10
-"""Size of a file above which it is checked in a process beside: a line of this size keeps the interpreter for some ten
-milliseconds."""
-NICENESS = 5
-"""Priority of such a process below those that pass tokens on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +41,7 @@ class LineRequest:
     """A line that runs."""
 
     custom_id: str
-    url: Endpoint
+    url: LineEndpoint
     body: bytes
     """Body as the file has it."""
 
@@ -68,7 +62,7 @@ class Input:
     digest: str = ""
     """Digest of the file's content."""
     custom_ids: list[str] = field(default_factory=list)
-    urls: list[Endpoint] = field(default_factory=list)
+    urls: list[LineEndpoint] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     """The lines in the order of running."""
     bodies: list[_Place] = field(default_factory=list)
@@ -85,7 +79,7 @@ class Input:
 
 def read_input(
     path: Path,
-    endpoint: Endpoint | None,
+    endpoint: LineEndpoint | None,
     limits: LineLimits = LineLimits(),
     rest: Callable[[float], None] | None = time.sleep,
 ) -> Input | list[Problem]:
@@ -100,28 +94,13 @@ def read_input(
     return reading.problems or reading.finished()
 
 
-async def read_beside(path: Path, endpoint: Endpoint | None, limits: LineLimits) -> Input | list[Problem]:
+async def read_beside(path: Path, endpoint: LineEndpoint | None, limits: LineLimits) -> Input | list[Problem]:
     """Read an input file as `read_input`, in a process beside if the file is large. Ends the process when cancelled.
     Raises OSError, also if the process ends without an answer."""
     if (await asyncio.to_thread(path.stat)).st_size <= BESIDE_BYTES:
         return await asyncio.to_thread(read_input, path, endpoint, limits)
 
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", __name__),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    try:
-        answer, _ = await process.communicate(pickle.dumps((path, endpoint, limits)))
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise OSError(f"the process that checks {path} has ended with {process.returncode}")
-    found: Input | list[Problem] | OSError = pickle.loads(answer)
+    found: Input | list[Problem] | OSError = await run_beside(__name__, (path, endpoint, limits))
     if isinstance(found, OSError):
         raise found
     return found
@@ -129,7 +108,7 @@ async def read_beside(path: Path, endpoint: Endpoint | None, limits: LineLimits)
 
 def _read_and_answer() -> None:
     """Be the process of `read_beside`."""
-    os.nice(NICENESS)
+    be_nice()
     path, endpoint, limits = pickle.load(sys.stdin.buffer)
     # As this module is imported by others: classes of a main module cannot be unpickled elsewhere.
     from raydix.engine.batches.lines import read_input
@@ -144,7 +123,7 @@ def _read_and_answer() -> None:
 class _Reading:
     """The reading of one file."""
 
-    def __init__(self, found: Input, endpoint: Endpoint | None, limits: LineLimits) -> None:
+    def __init__(self, found: Input, endpoint: LineEndpoint | None, limits: LineLimits) -> None:
         self.problems: list[Problem] = []
         self._found = found
         self._endpoint = endpoint

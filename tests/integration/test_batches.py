@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import psutil
 import pytest
 import yaml
@@ -248,3 +249,31 @@ def test_the_command_uses_a_running_server(server: Server, tmp_path: Path) -> No
     assert [json.loads(each)["response"]["body"]["choices"][0]["text"] for each in again] == texts
     with pytest.raises(raydix.RequestError, match="no tenant"):
         raydix.connect().batch(source, tmp_path / "x.jsonl", tenant="nobody")
+
+
+def test_a_batch_of_messages(server: Server) -> None:
+    """With Anthropic's client: the answers are those of the same requests one by one."""
+
+    def asked(name: str) -> Any:
+        question = [{"role": "user", "content": f"Name three {name} of Europe."}]
+        return {"model": MODEL, "max_tokens": 12, "messages": question, "temperature": 0}
+
+    names = ("rivers", "lakes", "mountains")
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
+        requests: Any = [{"custom_id": name, "params": asked(name)} for name in names]
+        requests.append({"custom_id": "bad", "params": {"max_tokens": 0}})
+        made = client.messages.batches.create(requests=requests)
+        assert (made.processing_status, made.request_counts.processing) == ("in_progress", 4)
+        eventually(lambda: client.messages.batches.retrieve(made.id).processing_status == "ended", "the end", 120)
+        batch = client.messages.batches.retrieve(made.id)
+        assert (batch.request_counts.succeeded, batch.request_counts.errored) == (3, 1)
+        results: Any = {line.custom_id: line.result for line in client.messages.batches.results(made.id)}
+        assert results.pop("bad").error.error.type == "invalid_request_error"
+        for name in names:
+            status, _, data = server.request("POST", "/v1/messages", asked(name))
+            assert status == 200
+            assert results[name].message.content[0].text == json.loads(data)["content"][0]["text"]
+        assert made.id in [each.id for each in client.messages.batches.list(limit=2)]
+        client.messages.batches.delete(made.id)
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.batches.retrieve(made.id)

@@ -62,7 +62,8 @@ def test_an_input_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
         (
             line_of("one", url="/v1/images"),
             "invalid_request",
-            "'url' must be one of '/v1/chat/completions', '/v1/completions' or '/v1/embeddings', got \"/v1/images\".",
+            "'url' must be one of '/v1/chat/completions', '/v1/completions', '/v1/embeddings' or '/v1/messages', got "
+            '"/v1/images".',
             "url",
         ),
         (

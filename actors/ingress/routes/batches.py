@@ -19,6 +19,7 @@ from raydix.actors.ingress.upload import Form
 from raydix.engine.api import routes
 from raydix.engine.api.batches import (
     MAX_LIFE_S,
+    MESSAGES,
     MIN_LIFE_S,
     UploadFields,
     batch_object,
@@ -50,7 +51,7 @@ WRITTEN_BYTES = 256 << 10
 """Bytes of a file gathered for one write."""
 
 
-def _batches(request: Request) -> Batches:
+def batches_of(request: Request) -> Batches:
     """Files and batches of the process. Raises NotFoundError where turned off."""
     batches = replica(request).batches
     if batches is None:
@@ -58,7 +59,7 @@ def _batches(request: Request) -> Batches:
     return batches
 
 
-async def _on_disk(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def on_disk(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of `work`, done in a thread. Raises ServiceError where the disk fails."""
     try:
         return await asyncio.to_thread(work, *args, **kwargs)
@@ -70,63 +71,77 @@ async def _on_disk(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 
 
 async def upload_file(request: Request) -> Response:
-    batches, tenant = _batches(request), request.state.tenant.name
+    batches, tenant = batches_of(request), request.state.tenant.name
     form = Form(request.headers.get("content-type"))
     with batches.uploading(tenant):
-        upload = await _on_disk(batches.files.begin, tenant)
+        upload = await on_disk(batches.files.begin, tenant)
         try:
             await _receive(request, form, upload, replica(request).config.ingress.body_timeout_s)
             life_s = _life_s(form.fields())
             name = form.filename or ""
-            record = await _on_disk(batches.files.finish, tenant, upload, name, PURPOSE, life_s)
+            record = await on_disk(batches.files.finish, tenant, upload, name, PURPOSE, life_s)
         finally:
-            await _on_disk(upload.discard)
+            await on_disk(upload.discard)
     return json_response(orjson.dumps(record.object()))
 
 
 async def list_files(request: Request) -> Response:
     listing = Listing.of(request, most=MAX_FILES, usual=MAX_FILES)
     purpose = request.query_params.get("purpose")
-    files = await _on_disk(_batches(request).files.all, request.state.tenant.name)
+    files = await on_disk(batches_of(request).files.all, request.state.tenant.name)
     chosen = [file for file in files if purpose in (None, file.purpose)]
     return json_response(listing.page([(file.created_at, file.object()) for file in chosen]))
 
 
 async def file(request: Request, file_id: str) -> Response:
-    record = await _on_disk(_batches(request).files.get, request.state.tenant.name, file_id)
+    record = await on_disk(batches_of(request).files.get, request.state.tenant.name, file_id)
     return json_response(orjson.dumps(record.object()))
 
 
 async def file_content(request: Request, file_id: str) -> Response:
-    path = await _on_disk(_batches(request).files.content, request.state.tenant.name, file_id)
+    path = await on_disk(batches_of(request).files.content, request.state.tenant.name, file_id)
     return FileResponse(path, media_type=str(routes.FILE_CONTENT.response))
 
 
 async def delete_file(request: Request, file_id: str) -> Response:
-    await _on_disk(_batches(request).files.erase, request.state.tenant.name, file_id)
+    await on_disk(batches_of(request).files.erase, request.state.tenant.name, file_id)
     return json_response(deleted_body(file_id))
 
 
 async def create_batch(request: Request) -> Response:
-    batches = _batches(request)
+    batches = batches_of(request)
     asked = parse_batch(await replica(request).body_of(request))
-    batch = await _on_disk(batches.store.create, request.state.tenant.name, batches.model_name, asked)
+    batch = await on_disk(batches.store.create, request.state.tenant.name, batches.model_name, asked)
     batches.look_now()
     return _batch_response(batch)
 
 
 async def list_batches(request: Request) -> Response:
     listing = Listing.of(request, most=MAX_BATCHES, usual=NUM_BATCHES)
-    found = await _on_disk(_batches(request).store.all, request.state.tenant.name)
+    found = [each for each in await on_disk(batches_of(request).store.all, request.state.tenant.name) if _is_own(each)]
     return json_response(listing.page([(batch.record.created_at, _object(batch)) for batch in found]))
 
 
 async def batch(request: Request, batch_id: str) -> Response:
-    return _batch_response(await _on_disk(_batches(request).store.get, request.state.tenant.name, batch_id))
+    return _batch_response(await _found(request, batch_id))
 
 
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    return _batch_response(await _on_disk(_batches(request).store.cancel, request.state.tenant.name, batch_id))
+    await _found(request, batch_id)
+    return _batch_response(await on_disk(batches_of(request).store.cancel, request.state.tenant.name, batch_id))
+
+
+async def _found(request: Request, batch_id: str) -> StoredBatch:
+    """A batch by its id. Raises NotFoundError, also for one of messages."""
+    found = await on_disk(batches_of(request).store.get, request.state.tenant.name, batch_id)
+    if not _is_own(found):
+        raise NotFoundError(f"There is no batch '{batch_id[:64]}'.")
+    return found
+
+
+def _is_own(batch: StoredBatch) -> bool:
+    """True unless it is a batch of messages, which has routes of its own."""
+    return batch.record.endpoint != MESSAGES
 
 
 def _batch_response(batch: StoredBatch) -> Response:
@@ -163,7 +178,7 @@ async def _receive(request: Request, form: Form, upload: Upload, idle_s: float) 
                     num_bytes = 0
                 content += form.feed(part or b"")
                 if len(content) >= WRITTEN_BYTES or part is None:
-                    await _on_disk(upload.write, bytes(content))
+                    await on_disk(upload.write, bytes(content))
                     content.clear()
                 if part is None:
                     return
@@ -182,7 +197,7 @@ def _life_s(fields: Mapping[str, str]) -> int | None:
         raise request_error(error, UploadFields) from None
     if asked.seconds is None:
         return None
-    return _number(asked.seconds, "expires_after[seconds]", MIN_LIFE_S, MAX_LIFE_S)
+    return number_of(asked.seconds, "expires_after[seconds]", MIN_LIFE_S, MAX_LIFE_S)
 
 
 # Lists
@@ -200,7 +215,7 @@ class Listing:
     def of(cls, request: Request, *, most: int, usual: int) -> "Listing":
         """Read a request's query. Raises RequestError naming the parameter at fault."""
         query = request.query_params
-        limit = _number(query["limit"], "limit", 1, most) if "limit" in query else usual
+        limit = number_of(query["limit"], "limit", 1, most) if "limit" in query else usual
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise RequestError(f"'order' must be 'asc' or 'desc', got '{order[:20]}'.", param="order")
@@ -223,7 +238,7 @@ def _place(dated: tuple[float, Json]) -> tuple[float, str]:
     return dated[0], str(dated[1]["id"])
 
 
-def _number(text: str, name: str, least: int, most: int) -> int:
+def number_of(text: str, name: str, least: int, most: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= most):
         raise RequestError(f"'{name}' must be an integer from {least} to {most}, got '{text[:20]}'.", param=name)
     return int(text)
