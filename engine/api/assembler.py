@@ -69,10 +69,12 @@ class ChoiceAssembler:
             was_reasoning = parser.is_reasoning
             found += parser.push(piece.text)
             if self.num_reasoning_tokens is not None:
+                # A token that begins or ends the reasoning counts as reasoning: it has a tag in it.
                 self.num_reasoning_tokens += was_reasoning or parser.is_reasoning
             if piece.finish is None and not parser.is_done:
                 continue
             found += parser.finish()
+            # An answer that is cut behind a call ends by its length: another call may have been to come.
             is_called = parser.is_done or (parser.has_called and piece.finish is FinishReason.STOP)
             finish = FinishReason.TOOL_CALLS if is_called else piece.finish
             whole = _piece(text, events[:count], finish, piece.stop_reason)
@@ -86,6 +88,7 @@ class ChoiceAssembler:
         text = ""
         for count, event in enumerate(events, start=1):
             part, finish, matched = self._text(_token_ids([event]), event.finish), event.finish, None
+            # Text before is not looked at later either: a stop string across that border does not count.
             if event.position + 1 >= self._min_tokens:
                 part, matched = self._stops.push(part)
             text += part
@@ -101,6 +104,7 @@ class ChoiceAssembler:
         return last.token_id if last.finish is FinishReason.STOP and last.token_id in self._stop_token_ids else None
 
     def _text(self, token_ids: tuple[int, ...], finish: FinishReason | None) -> str:
+        # A token that ends the answer by its id has no part in the text.
         shown = token_ids[:-1] if finish is FinishReason.STOP and not self._include_stop else token_ids
         text = self._detokenizer.push(shown)
         return text if finish is None else text + self._detokenizer.flush()

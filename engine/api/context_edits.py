@@ -108,6 +108,7 @@ def _without_results(messages: Messages, edit: ClearToolUses) -> tuple[tuple[Map
     if edit.trigger == "tool_uses" and len(calls) <= edit.above:
         return None
     answered = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+    # Results [0, border) are old, the others stay.
     border = max(0, len(answered) - edit.keep)
     # A client may give the same id again: a call whose result stays is no old one.
     old = set(answered[:border]) - set(answered[border:])
@@ -143,6 +144,7 @@ def _without_thinking(messages: Messages, edit: ClearThinking) -> tuple[tuple[Ma
         return None
     turns, turn = [], 0
     for message in messages:
+        # Answers of tools belong to the turn of the call, so only messages of the user begin one.
         turn += message["role"] == "user"
         turns.append(turn)
     with_reasoning = sorted({at for at, message in zip(turns, messages, strict=True) if "reasoning_content" in message})

@@ -42,6 +42,7 @@ def _parse_prompts(value: object, most: int = MAX_PROMPTS, noun: str = "prompts"
         raise problem(f"must be a string, a list of strings or token ids, got {describe(value)}")
     if not value:
         raise problem("must not be empty")
+    # A flat list of numbers is one prompt; its other elements are checked with it. `type`, as true is an int, too.
     if type(value[0]) is int:
         return (_token_prompt(value),)
     if len(value) > most:
@@ -62,6 +63,7 @@ def _text_prompt(value: str) -> str:
 
 
 def require_unicode(text: str) -> None:
+    # Nearly all texts are ASCII, which is known without a look at each character.
     if not text.isascii():
         try:
             text.encode("utf-8")
@@ -82,6 +84,7 @@ def _token_prompt(value: list[Any] | tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _token_ids(value: list[Any] | tuple[Any, ...]) -> tuple[int, ...]:
+    # Over the whole list in C: a loop in Python over a million ids would hold the interpreter for long.
     if not set(map(type, value)) <= {int}:
         wrong = next(token for token in value if type(token) is not int)
         raise problem(f"must have integers as token ids, got {describe(wrong)}")
@@ -245,6 +248,7 @@ class Message(KnownMessageFields):
     def for_template(self) -> ChatMessage:
         """Return the message as chat templates know it: they call a developer's role system."""
         message: dict[str, object] = {
+            # Templates of open models know no developer.
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content or "",
         }

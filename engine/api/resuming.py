@@ -234,7 +234,9 @@ class _Choice:
         """Go on to the next token. Raises AnswerChangedError if the client has got other tokens."""
         if not token_ids:
             return
+        # Events are counted anew from each token on, since the number of events of a token is a function of it.
         self.at = Place(self.at.num_tokens + len(token_ids), 0, crc32(_bytes_of(token_ids), self.at.check))
+        # One comparison, at the client's last token: the checksum covers all tokens before.
         if not self.is_checked and self.at.num_tokens >= self._delivered.num_tokens:
             if (self.at.num_tokens, self.at.check) != (self._delivered.num_tokens, self._delivered.check):
                 raise _changed()

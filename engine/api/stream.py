@@ -98,6 +98,7 @@ class ChunkWriter:
         data = b""
         for delta in deltas:
             data += self._render(delta, token_ids, logprobs, None, None)
+            # The data of the tokens stands once, with the first part; further parts have empty ids.
             token_ids, logprobs = None if token_ids is None else (), None
         return data
 

@@ -69,6 +69,7 @@ class StrictModel(BaseModel):
     def _bound_findings(cls, value: object, info: ValidationInfo) -> object:
         """Stop at one unknown field where there are many: pydantic would write a report on each of a million."""
         num_unknown = MAX_UNKNOWN if info.context is TAKES_UNKNOWN else 0
+        # More names than fields: one at least is unknown, whichever it is.
         if isinstance(value, dict) and len(value) > len(cls.model_fields) + num_unknown:
             unknown = next(name for name in value if name not in cls.model_fields)
             raise PydanticCustomError("unrecognized", "unrecognized field", {"name": unknown})
@@ -183,6 +184,7 @@ def _ignored(model: BaseModel, location: tuple[str, ...]) -> Iterator[str]:
 
 def request_error(error: ValidationError, model: type[BaseModel]) -> RequestError:
     """The first finding about a request of type `model`, in words for the caller."""
+    # The first one only: clients mend one fault at a time, and there may be thousands.
     finding = error.errors(include_url=False)[0]
     kind = finding["type"]
     if kind == "json_invalid":
@@ -199,6 +201,7 @@ def request_error(error: ValidationError, model: type[BaseModel]) -> RequestErro
         return RequestError(f"Missing required parameter: '{param}'.", param=param)
 
     if kind in ("extra_forbidden", "unrecognized"):
+        # Fields at the top alone: the names inside belong to other models.
         near = get_close_matches(param, model.model_fields, n=1) if len(location) == 1 else ()
         hint = "".join(f". Did you mean '{name}'?" for name in near)
         return RequestError(f"Unrecognized request argument supplied: {param}{hint}", param=param)
@@ -216,6 +219,7 @@ def describe(value: object) -> str:
         return "null"
     if not isinstance(value, str | int | float):
         return f"a value of type {type(value).__name__}"
+    # Python refuses to write integers of thousands of digits.
     if isinstance(value, int) and abs(value) >= 2**128:
         return "a huge integer"
     text = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()

@@ -42,6 +42,7 @@ class BlockChain:
     def extend(self, hashes: list[BlockHash], token_ids: Sequence[int]) -> None:
         """Extend `hashes`, of the first blocks of `token_ids`, to all full blocks."""
         num_full = len(token_ids) // self.block_size
+        # Public blocks first, then those behind the salt: the parent changes between them alone.
         for end in (min(self.num_public_blocks, num_full), num_full):
             if len(hashes) < end:
                 tokens = token_ids[len(hashes) * self.block_size : end * self.block_size]
@@ -91,6 +92,7 @@ def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) ->
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:
     words = array("I", token_ids)
+    # Names are the same on every machine: words are hashed in little-endian order.
     if sys.byteorder == "big":
         words.byteswap()
     return words.tobytes()
@@ -102,6 +104,7 @@ def preferred(session: str, worker_ids: Collection[str]) -> str:
 
     Losing a worker moves only the sessions that preferred the lost one.
     """
+    # With one worker there is nothing to choose, and no digest to make.
     if len(worker_ids) == 1:
         return next(iter(worker_ids))
     return min(worker_ids, key=lambda worker_id: _affinity(session, worker_id))

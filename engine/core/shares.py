@@ -49,11 +49,13 @@ class Shares:
     def first_to_give(self) -> str:
         """The tenant with the most use per weight, which gives back first where something that can be taken away is
         short."""
+        # The name decides ties, so that a run repeats itself.
         return max(self._used, key=lambda tenant: (self._used[tenant] / self.weight(tenant), tenant))
 
     def left(self, tenant: str, size: int) -> int:
         """Number of `size` places that a tenant may still take at once, by the rule of `may_take`."""
         free, used = size - self.total, self.used(tenant)
+        # After taking n of them: used + n <= free - n. The first ones may take all that is free.
         return max(0, free if used == 0 else (free - used) // 2)
 
     def may_take(self, tenant: str, count: int, size: int) -> bool:

@@ -59,4 +59,5 @@ class SignsOfLife:
 
     def _sign_at(self, name: str) -> float:
         heard_at = self._heard_at[name]
+        # Computing extends the last answer by `COMPUTING_S` at most: a loop without an end computes, too.
         return max(heard_at, min(self._computing_at.get(name, heard_at), heard_at + COMPUTING_S))

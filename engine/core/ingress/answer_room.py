@@ -68,11 +68,14 @@ class AnswerRoom:
         """Grant what fits, the claims of those first who hold least. The first claim that waits for memory, and not for
         its tenant's own answers, keeps later ones from taking that memory."""
         while self._waiting:
+            # Who holds least comes first, and of those the tenant that began to wait first.
             for tenant in sorted(self._waiting, key=lambda name: self._held[name]):
                 claim, free = self._waiting[tenant][0], self._budget_bytes - self.num_bytes
                 own = self._held[tenant]
+                # A tenant waits for its own answers where it would hold more than it leaves free for others.
                 if own and own + claim.num_bytes > free:
                     continue
+                # Memory is short for a claim that is next: smaller ones behind it must not take what becomes free.
                 if self.num_bytes and claim.num_bytes > free:
                     return
                 self._remove(claim)

@@ -48,6 +48,7 @@ class BodyRoom:
         Raises:
             OverloadedError: the body was refused as the largest, now or when another grew.
         """
+        # A refused body's bytes are gone, and its sender hears of it with the next part.
         if not body.is_refused:
             body.parts.append(part)
             body.num_bytes += len(part)

@@ -60,12 +60,14 @@ class Entries(dict[str, Entry]):
         pings = {worker_id: Ping(worker_id, [], [], []) for worker_id in followed}
         for generation in (entry.generation for entry in self.values()):
             is_overdue = now - generation.placed_at >= UNTAKEN_S
+            # Both workers of a split request, or the one that has it whole, as far as they are followed.
             for worker_id in {generation.prefill or "", generation.decode or ""} & pings.keys():
                 if not generation.may_be_at(worker_id):
                     continue
                 is_taken = is_overdue or worker_id in generation.taken_by
                 named = pings[worker_id].taken if is_taken else pings[worker_id].sent
                 named.append(generation.attempt_name)
+                # The prefill worker lives, so the decode worker may go on waiting for its KV.
                 if worker_id == generation.decode and generation.awaits_prefill and generation.prefill in pings:
                     pings[worker_id].awaiting.append(generation.request_id)
         return [*pings.values()]

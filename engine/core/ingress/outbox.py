@@ -58,6 +58,7 @@ class Outbox:
         assignments, self.assignments = self.assignments, {}
         for worker_id, batch in assignments.items():
             current = [each for each in batch if is_current(each)]
+            # A worker that is followed no more has been left by these requests already.
             if current and worker_id in followed:
                 instructions.append(Submit(worker_id, current))
         return instructions
