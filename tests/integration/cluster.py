@@ -40,6 +40,9 @@ STORE_GIB = 1.5
 """Object store of the cluster: enough for each configuration of the tests, which have a limit of their own in it."""
 METRICS_MS = 1000
 """Interval at which Ray gathers metrics, by default ten seconds: tests wait for some of them."""
+CONTROL_LOOP_S = 0.1
+"""Interval at which Serve's controller takes the next step of a deployment: shorter than a server's own, since tests
+deploy again and again."""
 DEPLOY_S = 300
 PACE_S = 0.5
 """Least time of a step while the gate of `paced` is closed, unless a test says another."""
@@ -64,6 +67,7 @@ class Cluster:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_metrics_report_interval_ms", str(METRICS_MS))
+            patch.setenv("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", str(CONTROL_LOOP_S))
             self._local.start()
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(http_options={"host": "127.0.0.1", "port": self.port})
