@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from raydix.engine.api.openai_responses.answers import compact_body
 from raydix.engine.api.openai_responses.compaction import (
+    SUMMARY_TOKENS,
     asked_about,
     asking,
     begun_anew,
@@ -19,6 +20,7 @@ from raydix.engine.background import Background
 from raydix.engine.core.errors import RequestError, ServiceError
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.tenants import Tenant
+from raydix.engine.core.types import FinishReason
 from raydix.engine.serving.job import Job
 from raydix.engine.serving.output import OutputProcessor
 from raydix.engine.serving.preparation import NO_HEADERS, Preparation, RequestHeaders
@@ -61,8 +63,9 @@ class Compaction:
         )
         await self._run(about)
         spec = replace(unread, turn=replace(unread.turn, compact_threshold=None))
-        # A model that reasons may have no tokens left for the summary; the conversation is not given up for nothing.
-        if summary := _text(about):
+        # A model that reasons may have no tokens left for the summary, and one that is cut lacks what came last, the
+        # next steps among it: the conversation is not given up for either.
+        if not _is_cut(about) and (summary := _text(about)):
             text = begun_anew(unread.messages, summary)
             spec = compacted(unread, text, f"cmp_{about.head.id.removeprefix('resp_')}")
         origin = None if job.run is None else job.run.origin  # a response in the background has an id already
@@ -71,9 +74,15 @@ class Compaction:
     async def of_body(self, body: bytes, tenant: Tenant, headers: RequestHeaders = NO_HEADERS) -> Job:
         """Return the finished job of a summary in an HTTP body of `/v1/responses/compact`, and have the KV of the
         shortened conversation computed at idle priority. Raises RequestError and ServiceError as
-        `Preparation.of_body`, and ServiceError if the summary fails, or if the model has written none."""
+        `Preparation.of_body`, RequestError for a summary that the client's own limit has cut, and ServiceError if it
+        fails, or if the model has written none to its end."""
         job = await self._preparation.of_body("compact", body, tenant, headers)
         await self._run(job)
+        if _is_cut(job):
+            limit = job.answers[0].generation.sampling.max_tokens
+            if limit < SUMMARY_TOKENS:
+                raise RequestError(f"The summary was cut at {limit} tokens: allow more.", param="max_output_tokens")
+            raise ServiceError(f"the summary was cut at {limit} tokens")
         if not _text(job):
             raise ServiceError("the model wrote no summary: its answer has no text but reasoning")
         self._background.start(self._prepare_beginning(job))
@@ -108,6 +117,11 @@ class Compaction:
             return  # There is too much to read: the next request computes what it lacks.
         if reading.chat is not None:
             self._prepare(answer.generation, reading.chat.token_ids)
+
+
+def _is_cut(job: Job) -> bool:
+    """True if the answer of a finished job has ended at a limit."""
+    return job.answers[0].finish is FinishReason.LENGTH
 
 
 def _text(job: Job) -> str:

@@ -15,6 +15,7 @@ from raydix.engine.api.openai_responses.compaction import BEGIN, END, REQUEST, c
 from raydix.engine.api.openai_responses.requests import parse_compact, parse_responses
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.tenants import EVERYONE
+from raydix.engine.core.types import FinishReason
 from tests.unit.ingress import ANSWER, Replica, Reply, Served, body_of, call
 from tests.unit.served_app import app
 
@@ -162,6 +163,20 @@ def test_a_conversation_without_a_summary_is_answered_as_it_is(served: Served) -
     assert about.endswith(REQUEST) and answered == f"be kindfirst{LONG}it is noonand now?"
     reply = served(made, post("/v1/responses/compact", input=CHAT))
     assert reply.status == 503 and "no summary" in reply.json["error"]["message"]
+    assert made.room.num_held == 0
+
+
+def test_a_summary_that_is_cut_takes_no_conversations_place(served: Served) -> None:
+    made = replica()
+    made.dispatcher.finish = FinishReason.LENGTH
+    [item] = served(made, post(input=CHAT, context_management=RULE)).json["output"]
+    assert item["type"] == "message"
+    _, answered = prompts_of(made)
+    assert answered == f"be kindfirst{LONG}it is noonand now?"
+    reply = served(made, post("/v1/responses/compact", input=CHAT))
+    assert (reply.status, "cut at" in reply.json["error"]["message"]) == (503, True)
+    reply = served(made, post("/v1/responses/compact", input=CHAT, max_output_tokens=3))
+    assert (reply.status, reply.json["error"]["param"]) == (400, "max_output_tokens")
     assert made.room.num_held == 0
 
 

@@ -3,6 +3,7 @@
 The client has no `temperature`: the field goes into `extra_body`.
 """
 
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -34,6 +35,7 @@ ASKING: Any = [{"role": "user", "content": WEATHER_QUESTION}]
 TOOLS: Any = [{"name": "weather", "description": "Ask for the weather.", "input_schema": WEATHER_SCHEMA}]
 GREEDY = {"temperature": 0}
 ENDS = ("end_turn", "max_tokens")
+BATCH_S = 300
 
 
 @pytest.fixture
@@ -159,3 +161,30 @@ def test_errors(client: Anthropic) -> None:
         ask(client, model="other")
     with pytest.raises(anthropic.BadRequestError):
         ask(client, messages=[])
+
+
+@pytest.mark.slow
+def test_message_batches(client: Anthropic) -> None:
+    params: Any = {"model": MODEL, "max_tokens": 8, "messages": MESSAGES}
+    requests: Any = [{"custom_id": "a", "params": params}, {"custom_id": "b", "params": {**params, "max_tokens": -1}}]
+    batch = client.messages.batches.create(requests=requests)
+    deadline = time.monotonic() + BATCH_S
+    while batch.processing_status != "ended":
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.5)
+        batch = client.messages.batches.retrieve(batch.id)
+    assert (batch.request_counts.succeeded, batch.request_counts.errored) == (1, 1)
+    results: Any = {line.custom_id: line.result for line in client.messages.batches.results(batch.id)}
+    assert results["a"].message.content[0].text and results["b"].error.error.type == "invalid_request_error"
+    assert client.messages.batches.cancel(batch.id).id == batch.id
+    assert batch.id in [each.id for each in client.messages.batches.list()]
+    assert client.messages.batches.delete(batch.id).type == "message_batch_deleted"
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.batches.retrieve(batch.id)
+
+
+def test_limits_in_headers(client: Anthropic) -> None:
+    create: Any = client.messages.with_raw_response.create
+    headers = create(model=MODEL, max_tokens=8, messages=MESSAGES).headers
+    limit, remaining = (int(headers[f"anthropic-ratelimit-requests-{name}"]) for name in ("limit", "remaining"))
+    assert 0 < remaining <= limit

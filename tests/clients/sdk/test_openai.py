@@ -201,6 +201,75 @@ def test_response_with_tools(client: OpenAI) -> None:
     assert second.output_text
 
 
+def ended(client: OpenAI, response_id: str) -> Any:
+    """The response when it is not under way any more."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while (response := client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
+        assert time.monotonic() < deadline, response
+        time.sleep(0.2)
+    return response
+
+
+def test_response_in_background(client: OpenAI) -> None:
+    queued = respond(client, background=True)
+    assert queued.status == "queued" and queued.background
+    response = ended(client, queued.id)
+    assert response.output_text and response.status in ("completed", "incomplete")
+    assert client.responses.cancel(queued.id).status == response.status
+
+
+def test_response_in_background_cancelled(client: OpenAI) -> None:
+    queued = respond(client, background=True, max_output_tokens=1000, extra_body={"ignore_eos": True})
+    assert client.responses.cancel(queued.id).status == "cancelled"
+    assert ended(client, queued.id).status == "cancelled"
+
+
+def test_response_in_background_streamed(client: OpenAI) -> None:
+    stream = respond(client, background=True, stream=True, temperature=1)
+    events = [event for event, _ in zip(stream, range(6), strict=False)]
+    stream.close()
+    response_id = events[0].response.id
+    last = events[-1].sequence_number
+    events += client.responses.retrieve(response_id, stream=True, starting_after=last)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == ended(client, response_id).output_text != ""
+
+
+def test_conversation(client: OpenAI) -> None:
+    conversation = client.conversations.create(metadata={"topic": "rivers"})
+    first = respond(client, conversation=conversation.id)
+    second = respond(client, conversation=conversation.id, input=NEXT_QUESTION)
+    assert second.usage.input_tokens > first.usage.total_tokens
+    items = list(client.conversations.items.list(conversation.id, order="asc", limit=2))
+    assert [item.type for item in items] == ["message"] * 4
+    note: Any = {"type": "message", "role": "user", "content": "Thanks."}
+    [added] = client.conversations.items.create(conversation.id, items=[note]).data
+    assert client.conversations.items.retrieve(str(added.id), conversation_id=conversation.id).type == "message"
+    client.conversations.items.delete(str(added.id), conversation_id=conversation.id)
+    assert client.conversations.update(conversation.id, metadata={"topic": "lakes"}).metadata == {"topic": "lakes"}
+    assert client.conversations.retrieve(conversation.id).id == conversation.id
+    assert client.conversations.delete(conversation.id).deleted
+
+
+def test_compaction(client: OpenAI) -> None:
+    """A small model may write no end: then the client's limit is named."""
+    turns: Any = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": REPORT}]
+    try:
+        compacted = client.responses.compact(model=MODEL, input=turns, extra_body={"temperature": 0})
+    except openai.APIStatusError as error:
+        assert "cut at" in error.message
+        return
+    assert compacted.object == "response.compaction" and compacted.output[-1].type == "compaction"
+    later: Any = [*[item.to_dict() for item in compacted.output], {"role": "user", "content": NEXT_QUESTION}]
+    assert respond(client, input=later).output_text
+
+
+def test_limits_in_headers(client: OpenAI) -> None:
+    reply = client.chat.completions.with_raw_response.create(model=MODEL, messages=MESSAGES, max_tokens=8)
+    assert 0 < int(reply.headers["x-ratelimit-remaining-requests"]) <= int(reply.headers["x-ratelimit-limit-requests"])
+
+
 def test_embeddings(client: OpenAI) -> None:
     answer = client.embeddings.create(model=MODEL, input=[QUESTION, NEXT_QUESTION])
     assert [item.index for item in answer.data] == [0, 1]
