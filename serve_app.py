@@ -156,10 +156,7 @@ def _host(name: str, bundles: list[dict[str, float]]) -> Any:
 
 def _deployment(path: str) -> Any:
     """A deployment of the class of this name. `serve.deployment` takes classes alone, its result takes names, too."""
-
-    class ByPath: ...
-
-    deployment: Any = serve.deployment(ByPath)
+    deployment: Any = serve.deployment(type("ByPath", (), {}))
     return deployment.options(func_or_class=path)
 
 

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
             stream.reconfigure(errors="replace")
     server = ChatServer(options.url, api_key(options.api_key_env))
     model = asyncio.run(server.model(options.model))
-    chat = Conversation(
+    chat = ChatScreen(
         server=server,
         model=model,
         system=options.system,
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         return 1
 
 
-class Conversation:
+class ChatScreen:
     """One conversation, its prompt and its screen."""
 
     def __init__(

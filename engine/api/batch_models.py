@@ -43,7 +43,7 @@ class _Page(Shape):
     has_more: bool = Field(description="Whether there is a next part.")
 
 
-class RequestCounts(Shape):
+class MessageBatchCounts(Shape):
     """Requests of a batch of messages, by outcome."""
 
     processing: int = Field(description="All, until the batch has ended.")
@@ -59,7 +59,7 @@ class MessageBatch(Shape):
     id: str = Field(description="Id of the batch.")
     type: Literal["message_batch"] = Field(description="Kind of the object.")
     processing_status: Literal["in_progress", "canceling", "ended"] = Field(description="State of the batch.")
-    request_counts: RequestCounts = Field(description="Requests by outcome.")
+    request_counts: MessageBatchCounts = Field(description="Requests by outcome.")
     created_at: str = Field(description="Time of the request.")
     expires_at: str = Field(description="When requests that have not run do not run any more: after a day.")
     ended_at: str | None = Field(description="Time of the end.")
