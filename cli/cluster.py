@@ -276,6 +276,7 @@ class LocalCluster:
             own = None if self._reaper is None else self._reaper.pid
             processes = [child for child in psutil.Process().children(recursive=True) if child.pid != own]
             if ray.is_initialized():
+                _kill_at_once()
                 ray.shutdown()
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -372,6 +373,17 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
+
+
+def _kill_at_once() -> None:
+    """Have Ray kill the processes of its node when it shuts down. It would ask one after the other to end and wait up
+    to a second for each, and nothing of this cluster outlives them."""
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    if node is not None:
+        kill = node.kill_all_processes
+        node.kill_all_processes = lambda **_: kill(check_alive=False)
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from raydix.cli.store_pages import PIECE_BYTES, STORE, StorePages
 
-SIZE = 2 * PIECE_BYTES + 5000
+SIZE = 5 * PIECE_BYTES + 5000
 WRITTEN_AT = PIECE_BYTES + 123
 
 
@@ -30,4 +30,4 @@ def test_all_pages_are_taken_and_bytes_stay() -> None:
 def test_a_raylet_that_has_ended_is_no_error() -> None:
     pages = StorePages(2**22 + 1)  # above every process id
     pages.start()
-    pages.stop()
+    pages.join()
