@@ -36,6 +36,7 @@ from raydix.configs.settings import (
     settings_of,
     sharing,
     step_limits,
+    turn_limits,
 )
 from raydix.configs.tenants import TenantsFile
 from raydix.engine.core.types import Role
@@ -117,9 +118,14 @@ class HostedManager(Hosted):
 
     def tell(self, child: ActorClient) -> Awaitable[None]:
         manager, live = ManagerClient(child.handle), self._live
-        piggyback_tokens = live.placement.piggyback_tokens
         return manager.reconfigure(
-            piggyback_tokens, prior(live), sharing(live.shares), objectives(live.slo), live.level, elastic_limits(live)
+            live.placement.piggyback_tokens,
+            prior(live),
+            sharing(live.shares),
+            objectives(live.slo),
+            live.level,
+            elastic_limits(live),
+            turn_limits(live),
         )
 
 

@@ -19,6 +19,7 @@ from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.manager.block_index import CacheUpdate
 from raydix.engine.core.manager.elastic import PoolLimits, Wanted
 from raydix.engine.core.manager.succession import Offer, Terms
+from raydix.engine.core.manager.turns import TurnLimits
 from raydix.engine.core.memory.response_store import Abandoned
 from raydix.engine.core.objectives import Late, Objectives
 from raydix.engine.core.settings import SchedulerLimits
@@ -32,6 +33,7 @@ from raydix.engine.core.types import (
     Ended,
     FirstToken,
     Membership,
+    Paused,
     ProcessName,
     SegmentHeader,
     StreamEvent,
@@ -131,8 +133,11 @@ class ManagerClient(ActorClient):
         objectives: Objectives,
         level: str,
         elastic: PoolLimits,
+        turns: TurnLimits,
     ) -> Awaitable[None]:
-        return _sent(self.handle.reconfigure.remote(piggyback_tokens, prior, tenants, objectives, level, elastic))
+        return _sent(
+            self.handle.reconfigure.remote(piggyback_tokens, prior, tenants, objectives, level, elastic, turns)
+        )
 
     def register(self, registration: Registration, worker: Handle) -> Awaitable[str | None]:
         # In a list, because Ray would take a handle that is an argument by itself for a dependency of the call.
@@ -153,7 +158,7 @@ class ManagerClient(ActorClient):
     def workers(self, ingress_id: str, active: Sequence[str], process: ProcessName) -> Awaitable[Membership]:
         return _sent(self.handle.workers.remote(ingress_id, active, process))
 
-    def admit(self, requests: Sequence[AdmitRequest]) -> Awaitable[list[Admission | Late | None]]:
+    def admit(self, requests: Sequence[AdmitRequest]) -> Awaitable[list[Admission | Late | Paused | None]]:
         return _sent(self.handle.admit.remote(requests))
 
     def settle(self, ingress_id: str, first_tokens: Sequence[FirstToken], ended: Sequence[Ended]) -> Awaitable[None]:

@@ -225,6 +225,13 @@ class PlacementSection(Section):
     piggyback_tokens: int = Field(
         default=64, ge=0, description="Longest uncached suffix that a decode worker computes."
     )
+    session_quantum_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=86_400,
+        description="Where sessions need more KV than the pools hold they take turns instead of evicting each other's: "
+        "one that has paused for so many seconds gets the place of one that has had it for as long. 0: none pauses.",
+    )
 
 
 class SloSection(Section):

@@ -17,6 +17,7 @@ from raydix.configs.sections import (
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.manager.elastic import PoolLimits
 from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.manager.turns import TurnLimits
 from raydix.engine.core.objectives import Objectives
 from raydix.engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
 from raydix.engine.core.tenants import Tenant, Tenants
@@ -95,6 +96,7 @@ def manager_settings(arguments: ManagerArguments, live: ManagerLive) -> dict[str
         "tenants": sharing(live.shares),
         "objectives": objectives(live.slo),
         "elastic": elastic_limits(live),
+        "turns": turn_limits(live),
         "prefix_caching": cache.prefix_caching,
     }
 
@@ -107,6 +109,11 @@ def prior(live: ManagerLive) -> WorkerCosts:
 def elastic_limits(live: ManagerLive) -> PoolLimits:
     """Limits of the number of elastic workers."""
     return PoolLimits(live.max_elastic, live.shrink_after_s, live.min_elastic)
+
+
+def turn_limits(live: ManagerLive) -> TurnLimits:
+    """Times of the turns of sessions."""
+    return TurnLimits(live.placement.session_quantum_s)
 
 
 def _draft_limits(arguments: WorkerArguments) -> DraftLimits | None:

@@ -16,7 +16,7 @@ from raydix.engine.api.guards import IDENTITY
 from raydix.engine.api.parameters import TPOT_HEADER, TTFT_HEADER
 from raydix.engine.api.prompts import MAX_LABEL_LEN
 from raydix.engine.api.spec import MAX_OBJECTIVE_MS
-from raydix.engine.api.wire import OPENAI, WireFormat
+from raydix.engine.api.wire import OPENAI, PAUSED, WireFormat
 from raydix.engine.core.errors import (
     AuthenticationError,
     BodyTimeoutError,
@@ -200,8 +200,8 @@ class EventStreamResponse(Response):
     The status line is sent with the first event, so an error before it is an error response, with the same `headers`;
     an error after it is an error event, and then the end. `on_error` is called in both cases. After each `QUIET_S`
     without an event a sign of life is sent, which clients ignore, so that neither clients nor proxies take the
-    connection for dead. When the client leaves, `events` is closed. `on_end` is called last, also if the client left
-    before `events` began.
+    connection for dead; `is_paused`: True while that says that the request's session waits for its turn. When the
+    client leaves, `events` is closed. `on_end` is called last, also if the client left before `events` began.
     """
 
     def __init__(
@@ -212,8 +212,10 @@ class EventStreamResponse(Response):
         *,
         wire: WireFormat = OPENAI,
         headers: Mapping[str, str] | None = None,
+        is_paused: Callable[[], bool] | None = None,
     ) -> None:
         self._events = events
+        self._is_paused = is_paused
         self._wire = wire
         self._on_error = on_error
         self._on_end = on_end
@@ -275,7 +277,8 @@ class EventStreamResponse(Response):
             if self._is_inside:
                 self._sent_at = time.monotonic()
             elif time.monotonic() >= self._sent_at + QUIET_S:
-                await self._send(send, self._wire.waiting)
+                is_paused = self._is_paused is not None and self._is_paused()
+                await self._send(send, PAUSED if is_paused else self._wire.waiting)
 
 
 class HeadAsGet:

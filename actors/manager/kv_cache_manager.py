@@ -41,15 +41,16 @@ from raydix.engine.core.errors import LateError, NoWorkerError
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.manager.block_index import GC_THRESHOLDS, CacheUpdate
 from raydix.engine.core.manager.cache_report import cache_report
-from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.directory import Directory, explained
 from raydix.engine.core.manager.elastic import ONE_WORKER, PoolLimits, Wanted
 from raydix.engine.core.manager.placement import CostModel
 from raydix.engine.core.manager.succession import Offer, Terms
+from raydix.engine.core.manager.turns import NO_TURNS, PausedError, TurnLimits
 from raydix.engine.core.memory.response_store import Abandoned
 from raydix.engine.core.objectives import NO_OBJECTIVES, Late, Objectives
 from raydix.engine.core.shares import weights_of
 from raydix.engine.core.tenants import ANONYMOUS, Tenant
-from raydix.engine.core.types import Admission, AdmitRequest, Ended, FirstToken, Membership, ProcessName
+from raydix.engine.core.types import Admission, AdmitRequest, Ended, FirstToken, Membership, Paused, ProcessName
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class KVCacheManager:
         answer_budget_bytes: int = 0,
         objectives: Objectives = NO_OBJECTIVES,
         elastic: PoolLimits = ONE_WORKER,
+        turns: TurnLimits = NO_TURNS,
         *,
         runtime: Runtime,
     ) -> None:
@@ -81,7 +83,8 @@ class KVCacheManager:
         and the disk's budgets, and of the memory for transcripts and responses. Without `prefix_caching` segments are
         for hand-overs only. Stored responses that nobody used for `response_ttl_s` are forgotten. With 0
         `answer_budget_bytes` no answers are kept for drafts. `objectives` are those of requests without their own,
-        `elastic` the limits of the number of elastic workers."""
+        `elastic` the limits of the number of elastic workers,
+        `turns` the times of the turns of sessions."""
         log_to_ray(MANAGER, logs)
         gc.set_threshold(*GC_THRESHOLDS)
 
@@ -93,6 +96,7 @@ class KVCacheManager:
             keeps_segments=prefix_caching,
             objectives=objectives,
             node=runtime.own_node(),
+            turns=turns,
         )
         self._memory = ClientMemory(transcript_budget_bytes, response_budget_bytes, response_ttl_s, answer_budget_bytes)
         self._memory.share(weights_of(tenants))
@@ -147,12 +151,13 @@ class KVCacheManager:
         objectives: Objectives,
         level: str,
         elastic: PoolLimits = ONE_WORKER,
+        turns: TurnLimits = NO_TURNS,
     ) -> None:
         """Place by other first values and objectives, give tenants other shares of the segments' budgets, want elastic
-        workers within other limits, and log at another level, all from now on."""
+        workers within other limits, give sessions turns of other times, and log at another level, all from now on."""
         set_level(level)
         self._load.limits = elastic
-        self._directory.change_limits(piggyback_tokens, prior, tenants, objectives)
+        self._directory.change_limits(piggyback_tokens, prior, tenants, objectives, turns)
         self._memory.share(weights_of(tenants))
         extra = about("reconfigured", piggyback_tokens=piggyback_tokens, tenants=len(tenants), level=level)
         logger.info("other limits for placement and %d tenants' shares", len(tenants), extra=extra)
@@ -195,15 +200,15 @@ class KVCacheManager:
 
     # Requests
 
-    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | Late | None]:
-        """Place requests, each in one atomic step; `Late` for a request that is refused, None for one that no
-        worker could take."""
+    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | Late | Paused | None]:
+        """Place requests, each in one atomic step; `Late` for a request that is refused, `Paused` for one whose session
+        waits for its turn, None for one that no worker could take."""
         self.succession.check_not_retired()
         # An ingress replica does not reach these workers, so less silence than usual is enough to forget them.
         doubted = {worker_id for request in requests for worker_id in request.avoided}
         if doubted:
             self._workers.doubt(doubted)
-        admissions: list[Admission | Late | None] = []
+        admissions: list[Admission | Late | Paused | None] = []
         for request in requests:
             try:
                 admission, instructions = self._directory.admit(request, time.time())
@@ -214,6 +219,9 @@ class KVCacheManager:
                 continue
             except LateError as error:
                 admissions.append(error.late)
+                continue
+            except PausedError as error:
+                admissions.append(error.paused)
                 continue
             self._executor.carry_out(instructions)
             # From here on the request ends with its ingress replica, if that dies.
@@ -230,6 +238,7 @@ class KVCacheManager:
                 self._metrics.first_token(decision)
         for end in ended:
             self._directory.decisions.ended(end)
+            self._directory.sessions.stopped(end.request_id, end.stop)
         self._memory.keep_answers(ended)
         # An end that was reported late must not end the attempt that has begun since.
         over = [end.request_id for end in ended if not self._directory.has_newer_attempt(end.request_id, end.attempt)]
@@ -276,11 +285,7 @@ class KVCacheManager:
 
     async def explain(self, name: str, tenant: str | None) -> list[dict[str, object]]:
         """Decisions behind each choice of a request, by the request's name at its client (`Decisions.of`)."""
-        decisions = self._directory.decisions.of(name, tenant)
-        return [
-            {"id": request_id, "attempts": [attempt.as_json() for attempt in attempts]}
-            for request_id, attempts in decisions.items()
-        ]
+        return explained(self._directory, name, tenant, time.time())
 
     async def cache_report(self, tenant: str, is_admin: bool) -> dict[str, object]:
         """Sizes, hits and evictions of the cache; use of all tenants only for an administrator, of this tenant

@@ -114,8 +114,21 @@ class Disk(Shape):
     budget_bytes: int = Field(description="The most that are kept.")
 
 
+class CachedSession(Shape):
+    """Requests that extend each other's prompts."""
+
+    requests: int = Field(description="Requests so far.")
+    running: int = Field(description="Requests under way.")
+    prompt_blocks: int = Field(description="Full blocks of its last prompt.")
+    blocks: int = Field(description="Blocks of its own; what several sessions begin with is one session's.")
+    last_stop: str | None = Field(description="Why its last answer ended: stop, length or tool_calls; null otherwise.")
+    has_place: bool = Field(description="True if it is its turn, where sessions take turns.")
+    pauses: int = Field(description="Requests that waited for the session's turn.")
+    paused_s: float = Field(description="How long they waited in all, in seconds.")
+
+
 class CacheReport(Shape):
-    """State of the cache. The fields from `known_blocks` on are for administrators."""
+    """State of the cache. The fields from `known_sessions` on are for administrators."""
 
     object: Literal["cache"] = Field(description="Kind of the object.")
     prefix_caching: bool = Field(description="False if nothing is kept for later requests.")
@@ -124,6 +137,10 @@ class CacheReport(Shape):
     hit_rate: float | None = Field(description="Of prompt tokens, over the last requests.")
     tenants: dict[str, TenantUse] = Field(description="By name; all for administrators, else one's own.")
     hottest_prefixes: list[HottestPrefix] = Field(description="The caller's own.")
+    sessions: list[CachedSession] = Field(description="The caller's own, the latest first; at most 20.")
+    known_sessions: int | None = Field(default=None, description="Sessions that are remembered.")
+    placed_sessions: int | None = Field(default=None, description="Sessions whose turn it is.")
+    paused_sessions: int | None = Field(default=None, description="Sessions that wait for their turn.")
     known_blocks: int | None = Field(default=None, description="Blocks anywhere.")
     elastic_workers_wanted: int | None = Field(
         default=None, description="Elastic workers that the load needs, up to their limit; null without such workers."
@@ -222,6 +239,15 @@ class DraftedTokens(Shape):
     accepted: int = Field(description="Of these, part of the answer.")
 
 
+class ExplainedSession(Shape):
+    """A session, as it was at the admission of one of its requests."""
+
+    requests: int = Field(description="Requests so far, with this one.")
+    blocks: int = Field(description="Blocks of its own.")
+    pauses: int = Field(description="Requests that waited for the session's turn.")
+    paused_s: float = Field(description="How long they waited in all, in seconds.")
+
+
 class Attempt(Shape):
     """One placement of a request."""
 
@@ -256,6 +282,17 @@ class Attempt(Shape):
     preemptions: int = Field(description="How often it had to make room.")
     drafts: dict[str, DraftedTokens] = Field(description="Drafts by source, at the end.")
     ended: str | None = Field(description="How it ended.")
+    session: ExplainedSession | None = Field(description="The session that it belongs to, by the blocks of its prompt.")
+
+
+class ExplainedPause(Shape):
+    """Wait of a request for its session's turn (`placement.session_quantum_s`)."""
+
+    why: str = Field(description="The reason, in a sentence.")
+    ahead: int = Field(description="Sessions whose turn comes before.")
+    placed: int = Field(description="Sessions whose turn it is.")
+    blocks: int = Field(description="Blocks that the session needs.")
+    paused_s: float = Field(description="Seconds since the pause began.")
 
 
 class ExplainedChoice(Shape):
@@ -263,6 +300,7 @@ class ExplainedChoice(Shape):
 
     id: str = Field(description="The answer's request inside the engine.")
     attempts: list[Attempt] = Field(description="Its placements.")
+    paused: ExplainedPause | None = Field(description="Its wait for its session's turn; null if it does not wait.")
 
 
 class ExplainedPrefix(Shape):

@@ -34,6 +34,10 @@ class WireFormat:
         return self.statuses.get(error.status, error.status)
 
 
+PAUSED = b": x-raydix-paused\n\n"
+"""Sent in a stream in place of `waiting` while its session waits for its turn; a comment, which clients ignore."""
+
+
 def reset_s(allowance: Allowance) -> int:
     """Seconds until a client may count on more room; 0 where all of it is left. Requests end when they end: a later
     time would keep clients waiting for nothing."""

@@ -411,6 +411,19 @@ class Admission:
         return replace(self, decode=self.prefill, decode_epoch=self.prefill_epoch, decode_awaited=())
 
 
+class Paused(NamedTuple):
+    """The manager's answer to a request whose session is to wait for its turn; the request is to ask again."""
+
+    num_ahead: int
+    """Sessions whose turn comes before."""
+    num_placed: int
+    """Sessions whose turn it is."""
+    num_blocks: int
+    """Blocks that the session needs."""
+    paused_s: float
+    """Time since the pause began."""
+
+
 class ProcessName(NamedTuple):
     """A process of the cluster."""
 
@@ -477,6 +490,8 @@ class Ended:
     answer: BegunAnswer | None = None
     handover_s: float | None = None
     """Time from the first token to the second one, where another worker computed the second one."""
+    stop: FinishReason | None = None
+    """Reason for the answer's end; None without one."""
 
 
 NoteWork: TypeAlias = Callable[[Sequence[str]], None]

@@ -175,6 +175,11 @@ class Job:
     """Events of the stream that its reader has already."""
 
     @property
+    def is_paused(self) -> bool:
+        """True while a choice waits for its session's turn."""
+        return any(answer.generation.paused is not None for answer in self.answers)
+
+    @property
     def begins_anew(self) -> bool:
         """True if a summary is to take the place of the conversation before it is answered."""
         # A stream that can be gone on with needs the same prompt again, and a second summary would have other words.

@@ -45,6 +45,8 @@ class OutputProcessor:
                     for part in answer.parts(events):
                         piece = answer.assembler.push(part)
                         answer.take(piece)
+                        if piece.finish is not None:
+                            answer.generation.stop = piece.finish
                         # A stop string or the end of a call is seen here only: the workers would go on.
                         if piece.finish in (FinishReason.STOP, FinishReason.TOOL_CALLS):
                             self._stopped(answer.generation)

@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.manager.turns import NO_TURNS, TurnLimits
 from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.scheduler import Scheduler
@@ -46,9 +47,14 @@ def make_directory() -> Iterator[Callable[..., Directory]]:
     """Builds directories of blocks of four tokens and ten bytes."""
     made: list[Directory] = []
 
-    def make(segment_budget_bytes: int = 10_000, disk_budget_bytes: int = 0, piggyback_tokens: int = 0) -> Directory:
+    def make(
+        segment_budget_bytes: int = 10_000,
+        disk_budget_bytes: int = 0,
+        piggyback_tokens: int = 0,
+        turns: TurnLimits = NO_TURNS,
+    ) -> Directory:
         costs = CostModel(block_size=4, piggyback_tokens=piggyback_tokens)
-        directory = Directory(costs, segment_budget_bytes, disk_budget_bytes)
+        directory = Directory(costs, segment_budget_bytes, disk_budget_bytes, turns=turns)
         made.append(directory)
         return directory
 

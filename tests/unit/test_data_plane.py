@@ -27,6 +27,7 @@ from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import StopsWorkersError
 from raydix.engine.core.hashing import BlockChain
 from raydix.engine.core.manager.elastic import PoolLimits
+from raydix.engine.core.manager.turns import TurnLimits
 from raydix.engine.core.objectives import Objectives
 from raydix.engine.core.settings import DraftLimits, SchedulerLimits
 from raydix.engine.core.tenants import Tenant
@@ -708,7 +709,7 @@ def test_limits_change_under_a_stream(scene: Scene, monkeypatch: pytest.MonkeyPa
         manager_handle: Any = scene.local.handles[str(scene.local.manager_name)]
         objectives = Objectives(ttft_s=2.0, tpot_s=0.05)
         await ManagerClient(manager_handle).reconfigure(
-            7, WorkerCosts(import_byte_s=1e-6), shares, objectives, "INFO", PoolLimits(3, 9.0)
+            7, WorkerCosts(import_byte_s=1e-6), shares, objectives, "INFO", PoolLimits(3, 9.0), TurnLimits(60.0)
         )
         assert not running.done(), "the stream goes on meanwhile"
         is_open.set()
@@ -718,6 +719,7 @@ def test_limits_change_under_a_stream(scene: Scene, monkeypatch: pytest.MonkeyPa
 
         assert manager._directory.costs.piggyback_tokens == 7
         assert manager._directory.objectives == objectives
+        assert manager._directory.turns.limits == TurnLimits(60.0)
         await until(lambda: {worker.token_budget for worker in manager._directory.fleet.values()} == {8})
         for worker in scene.workers.values():
             assert worker._engine.scheduler.limits == SchedulerLimits(8, 4)

@@ -9,9 +9,11 @@ import pytest
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import NoWorkerError
 from raydix.engine.core.manager.cache_report import cache_report
-from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.directory import PAUSED_WHY, Directory, explained
 from raydix.engine.core.manager.explain import BlockSource
 from raydix.engine.core.manager.instructions import DeliverSegment, Export, HandoverLost, Instruction, Lost
+from raydix.engine.core.manager.turns import PausedError, TurnLimits
+from raydix.engine.core.objectives import LATE_PRIORITY
 from raydix.engine.core.types import (
     Admission,
     AdmitRequest,
@@ -22,6 +24,7 @@ from raydix.engine.core.types import (
     DraftUse,
     Ended,
     EvictionReason,
+    FinishReason,
     Handover,
     Outcome,
     Role,
@@ -31,6 +34,10 @@ from raydix.engine.core.types import (
 MakeDirectory = Callable[..., Directory]
 
 A, B, C, D = b"a", b"ab", b"abc", b"abcd"
+
+
+def prompt(name: str, num_blocks: int) -> tuple[BlockHash, ...]:
+    return tuple(f"{name} {number}".encode() for number in range(num_blocks))
 
 
 def join(directory: Directory, worker_id: str, role: Role, *hashes: BlockHash, epoch: int = 1) -> list[Instruction]:
@@ -891,3 +898,74 @@ def test_a_worker_that_registers_again_is_not_leaving(make_directory: MakeDirect
     assert directory.fleet.leaving == frozenset()
     directory.leave("unknown")
     assert directory.fleet.leaving == frozenset()
+
+
+def test_a_session_without_room_waits_for_its_turn(make_directory: MakeDirectory) -> None:
+    directory = make_directory(turns=TurnLimits(quantum_s=10.0))
+    join(directory, "w", Role.MIXED)
+    directory.fleet.measured("w", 1, None, 5, 5, num_blocks=5)
+    for name in ("a", "b"):
+        admit(directory, name, *prompt(name, 2))
+        directory.end_request(name, 0.0)
+    admit(directory, "a1", *prompt("a", 3))
+    admit(directory, "single", *prompt("c", 3))
+    with pytest.raises(PausedError) as raised:
+        admit(directory, "b1", *prompt("b", 3))
+    assert raised.value.paused.num_placed == 1
+    assert directory.num_reservations == 2, "who waits holds nothing"
+
+    [choice] = explained(directory, "b1", None, 1.0)
+    assert choice["attempts"] == [] and choice["paused"] == {
+        "why": PAUSED_WHY,
+        "ahead": 0,
+        "placed": 1,
+        "blocks": 4,
+        "paused_s": 1.0,
+    }
+    assert explained(directory, "b1", "another tenant", 1.0) == []
+
+    directory.sessions.stopped("a1", FinishReason.STOP)
+    directory.end_request("a1", 1.0)
+    directory.first_token("single", 0, 0.1)
+    directory.admit(AdmitRequest("b1", 0, prompt("b", 3), 14), 1.5)
+    [choice] = explained(directory, "b1", None, 2.0)
+    [attempt] = orjson.loads(orjson.dumps(choice))["attempts"]
+    assert choice["paused"] is None
+    assert attempt["session"] == {"requests": 2, "blocks": 4, "pauses": 1, "paused_s": 1.5}
+
+
+def test_a_failover_a_late_prompt_and_a_worker_of_unknown_size_wait_for_no_turn(make_directory: MakeDirectory) -> None:
+    directory = make_directory(turns=TurnLimits(quantum_s=10.0))
+    join(directory, "w", Role.MIXED)
+    for name in ("a", "b"):
+        admit(directory, name, *prompt(name, 2))
+        directory.end_request(name, 0.0)
+    for name in ("a1", "b1"):
+        admit(directory, name, *prompt(name[0], 3))
+        directory.end_request(name, 0.0)
+    directory.fleet.measured("w", 1, None, 5, 5, num_blocks=5)
+    admit(directory, "a2", *prompt("a", 4))
+    directory.admit(AdmitRequest("b2", 0, prompt("b", 4), 18, priority=LATE_PRIORITY), 0.0)
+    directory.end_request("b2", 0.0)
+    admit(directory, "b2", *prompt("b", 4), attempt=1)
+    assert directory.num_reservations == 2
+
+
+def test_a_session_stays_at_its_place_while_others_wait(make_directory: MakeDirectory) -> None:
+    """The other worker is idle, but its room is another session's."""
+    directory = make_directory(turns=TurnLimits(quantum_s=10.0))
+    for worker_id in ("v", "w"):
+        join(directory, worker_id, Role.MIXED)
+        directory.fleet.measured(worker_id, 1, None, 5, 5, num_blocks=5)
+    places: dict[str, str] = {}
+    for name in ("a", "b", "c"):
+        admit(directory, name, *prompt(name, 2))
+        directory.end_request(name, 0.0)
+    for name in ("a", "b"):
+        places[name] = admit(directory, f"{name}1", *prompt(name, 3))[0].prefill
+    assert {*places.values()} == {"v", "w"}
+    with pytest.raises(PausedError):
+        admit(directory, "c1", *prompt("c", 3))
+    directory.end_request("a1", 0.0)
+    admit(directory, "single", *prompt("d", 40))
+    assert admit(directory, "a2", *prompt("a", 3))[0].prefill == places["a"]

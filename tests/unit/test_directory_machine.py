@@ -26,6 +26,7 @@ from raydix.engine.core.manager.instructions import (
     WriteFile,
 )
 from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.manager.turns import PausedError, TurnLimits
 from raydix.engine.core.objectives import Objectives
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import (
@@ -60,6 +61,9 @@ HINTS = st.builds(
 )
 PATHS = st.lists(st.integers(0, 1), max_size=4).map(chain)
 ANY_BLOCKS = st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=4).map(bytes), max_size=4)
+
+NUM_BLOCKS = 8
+"""Blocks of a worker's pool as it reports them: room for one or two sessions."""
 
 
 @dataclass
@@ -114,7 +118,14 @@ class DirectoryMachine(RuleBasedStateMachine):
         workers: list[Role],
     ) -> None:
         costs = CostModel(BLOCK_SIZE, piggyback_tokens=0, prior=WorkerCosts(import_byte_s=1 / import_bytes_per_s))
-        self.directory = Directory(costs, budget_blocks * BLOCK_BYTES, disk_blocks * BLOCK_BYTES, TENANTS, node="a")
+        self.directory = Directory(
+            costs,
+            budget_blocks * BLOCK_BYTES,
+            disk_blocks * BLOCK_BYTES,
+            TENANTS,
+            node="a",
+            turns=TurnLimits(quantum_s=4.0),
+        )
         headers = [SegmentHeader("model", path, len(path) * BLOCK_BYTES, 0) for path in files]
         self._carry_out(self.directory.stock.segments.files_found(headers, self.epoch_s))
         for worker_id, role in zip(WORKERS, workers, strict=False):
@@ -130,7 +141,9 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(tpot_s=st.sampled_from([None, 1e-3, 0.05]))
     def divide(self, tpot_s: float | None) -> None:
         """Look at the load of the elastic workers."""
-        self.directory.change_limits(0, self.directory.costs.prior, TENANTS, Objectives(ttft_s=1.0, tpot_s=tpot_s))
+        self.directory.change_limits(
+            0, self.directory.costs.prior, TENANTS, Objectives(ttft_s=1.0, tpot_s=tpot_s), self.directory.turns.limits
+        )
         plan = self.directory.fleet.divide(self.directory.objectives, self.epoch_s)
         elastic = [worker for worker in self.directory.fleet.elastic if not worker.is_leaving]
         assert (plan is None) == (not elastic)
@@ -408,6 +421,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.last_epoch[worker_id] = epoch
         node = "a" if worker_id in WORKERS[:2] else "b"
         self._carry_out(self.directory.register(worker_id, role, epoch, BLOCK_BYTES, blocks, node=node))
+        self.directory.fleet.measured(worker_id, epoch, None, NUM_BLOCKS, NUM_BLOCKS, num_blocks=NUM_BLOCKS)
 
     def _report(self, worker_id: str) -> None:
         worker = self.workers[worker_id]
@@ -422,7 +436,13 @@ class DirectoryMachine(RuleBasedStateMachine):
                 self.directory.admit(request, self.epoch_s)
             assert self._sizes() == before
             return
-        admission, instructions = self.directory.admit(request, self.epoch_s)
+        before = self._sizes()
+        try:
+            admission, instructions = self.directory.admit(request, self.epoch_s)
+        except PausedError as error:
+            assert request.attempt == 0 and error.paused.num_placed > 0
+            assert self._sizes() == before, "it may ask again, or never"
+            return
         prefill, decode = admission.prefill, admission.decode
         assert admission.prefill_epoch == self.workers[prefill].epoch
         assert admission.decode_epoch == self.workers[decode].epoch

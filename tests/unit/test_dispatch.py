@@ -40,6 +40,7 @@ from raydix.engine.core.types import (
     Ended,
     FinishReason,
     Membership,
+    Paused,
     PromptEvent,
     Role,
     Salt,
@@ -208,6 +209,41 @@ def test_a_start_that_a_lost_manager_told_of_is_waited_for_no_longer() -> None:
         dispatch.not_admitted(asked, now, is_silent=False)
     assert isinstance(generation.failure, NoWorkerError)
     assert now > TIMEOUTS.manager_gone_s, "another manager may know more"
+
+
+def test_a_paused_request_asks_again_until_its_turn() -> None:
+    """Longer than a request waits for a worker, with the names of its blocks from the first time."""
+    dispatch = make_dispatch(D)
+    generation = make_generation()
+    [admit] = of_type(dispatch.begin(generation, 0.0), Admit)
+    paused = Paused(num_ahead=1, num_placed=2, num_blocks=3, paused_s=0.0)
+    for number in range(200):
+        now = number * TIMEOUTS.pause_s
+        assert dispatch.admitted("r", 0, paused, now) == [] and generation.paused is paused
+        assert dispatch.retry_at == now + TIMEOUTS.pause_s
+        [admit] = of_type(dispatch.tick(now + TIMEOUTS.pause_s), Admit)
+        assert admit.request.hashes and admit.request.attempt == 0
+        dispatch.check_integrity()
+    dispatch.admitted("r", 0, admission_of(prefill="d"), 50.0)
+    assert generation.paused is None and generation.failure is None
+
+
+def test_a_paused_request_whose_client_leaves_asks_no_more() -> None:
+    dispatch = make_dispatch(D)
+    dispatch.begin(make_generation(), 0.0)
+    dispatch.admitted("r", 0, Paused(0, 1, 3, 0.0), 0.0)
+    dispatch.end("r")
+    assert dispatch.retry_at is None and dispatch.active == []
+
+
+def test_a_paused_request_goes_on_without_the_manager() -> None:
+    dispatch = make_dispatch(D)
+    generation = make_generation()
+    [admit] = of_type(dispatch.begin(generation, 0.0), Admit)
+    dispatch.admitted("r", 0, Paused(0, 1, 3, 0.0), 0.0)
+    [admit] = of_type(dispatch.tick(0.25), Admit)
+    assert of_type(dispatch.not_admitted([admit.request], 2.25, is_silent=True), Follow)
+    assert generation.paused is None
 
 
 def test_a_late_request_fails_with_the_time_to_wait() -> None:

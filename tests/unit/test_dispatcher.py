@@ -26,6 +26,7 @@ from raydix.engine.core.types import (
     CacheHints,
     FinishReason,
     Membership,
+    Paused,
     ProcessName,
     Role,
     Salt,
@@ -115,7 +116,7 @@ class FakeManager(ManagerClient):
             starts_on_demand=self.starts_on_demand,
         )
 
-    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | Late | None]:
+    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | Late | Paused | None]:
         self.num_admits += 1
         return [self._admission(request) for request in requests]
 

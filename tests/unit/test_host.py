@@ -24,6 +24,7 @@ from raydix.configs import Config
 from raydix.configs.sections import MANAGER, DeploymentPart, parts
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.manager.elastic import PoolLimits, Wanted
+from raydix.engine.core.manager.turns import NO_TURNS
 from raydix.engine.core.objectives import Objectives, WhenLate
 from raydix.engine.core.settings import SchedulerLimits
 from tests.unit.local_actors import MortalHandle
@@ -284,7 +285,7 @@ def test_a_change_is_handed_on_to_the_child(scene: Scene) -> None:
         manager = await start(MANAGER)
         await manager.reconfigure(live_of(MANAGER, 100))
         [told] = scene.handles[-1].actor.told  # type: ignore[attr-defined]
-        assert told == (100, told[1], (), Objectives(when_late=WhenLate.WAIT), "INFO", PoolLimits(1, 60.0))
+        assert told == (100, told[1], (), Objectives(when_late=WhenLate.WAIT), "INFO", PoolLimits(1, 60.0), NO_TURNS)
 
     asyncio.run(play())
 

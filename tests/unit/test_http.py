@@ -15,7 +15,7 @@ from raydix.actors.ingress.http import (
     read_body,
     while_connected,
 )
-from raydix.engine.api.wire import OPENAI
+from raydix.engine.api.wire import OPENAI, PAUSED
 from raydix.engine.core.errors import AuthenticationError, BodyTimeoutError, BodyTooLargeError, OverloadedError
 from raydix.engine.core.ingress.body_room import BodyRoom
 
@@ -133,6 +133,40 @@ def test_the_end_is_told_when_the_client_left_before_the_first_event() -> None:
 
     asyncio.run(run())
     assert ends == [True]
+
+
+def test_a_quiet_stream_says_whether_its_session_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "QUIET_S", 0.01)
+    sent: list[bytes] = []
+    is_paused = True
+
+    async def run() -> None:
+        nonlocal is_paused
+        has_seen = asyncio.Event()
+
+        async def events() -> AsyncGenerator[bytes]:
+            await has_seen.wait()
+            yield b"data: 1\n\n"
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: Any) -> None:
+            nonlocal is_paused
+            sent.append(message.get("body", b""))
+            if PAUSED in sent:
+                is_paused = False
+            if OPENAI.waiting in sent:
+                has_seen.set()
+
+        response = EventStreamResponse(events(), lambda _: None, is_paused=lambda: is_paused)
+        await asyncio.wait_for(response({"type": "http"}, receive, send), 20)
+
+    asyncio.run(run())
+    bodies = [body for body in sent if body]
+    assert bodies[0] == PAUSED == b": x-raydix-paused\n\n"
+    assert OPENAI.waiting in bodies and bodies[-1] == b"data: 1\n\n"
 
 
 class TestBodies:

@@ -17,14 +17,12 @@ from raydix.engine.core.manager.placement import (
     MAX_DELAYED,
     MAX_SPREAD,
     MIN_CONSIDERED,
-    NO_WORKERS,
     TIE,
     TIE_S,
     CostModel,
     Demand,
     Placement,
     PredictedTimes,
-    Sessions,
     SessionWorkers,
     WorkerLoad,
     WorkersAlike,
@@ -471,15 +469,6 @@ def test_the_chosen_one_is_remembered_among_many_alike() -> None:
     for name, session in chosen.items():
         [best] = best_considered(choose([many], session=session))
         assert name in best.worker_ids and len(best.worker_ids) == MAX_CONSIDERED
-
-
-def test_the_latest_workers_count_and_the_least_used_is_forgotten() -> None:
-    sessions = Sessions(capacity=2)
-    for session, name in (("a", "w1"), ("b", "w1"), ("a", "w2"), ("c", "w1")):
-        sessions.moved("", session, SessionWorkers(name, name))
-    assert sessions.of("", "a") == SessionWorkers("w2", "w2")
-    assert sessions.of("", "b") == NO_WORKERS
-    assert sessions.of("", None) == sessions.of("other", "a") == NO_WORKERS
 
 
 def test_a_session_stays_while_nothing_speaks_for_another_worker() -> None:

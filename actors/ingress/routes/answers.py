@@ -174,7 +174,14 @@ async def answer(request: Request) -> Response:
         # Nothing is awaited between this return and the call of the response, which closes the job.
         events = here.frontend.events(job, renderer)
         headers = ignored_header(job.spec.ignored) | own
-        return EventStreamResponse(events, refusing(request), job.close, wire=renderer.wire, headers=headers)
+        return EventStreamResponse(
+            events,
+            refusing(request),
+            job.close,
+            wire=renderer.wire,
+            headers=headers,
+            is_paused=lambda: job.is_paused,
+        )
 
     return await _whole(request, [job], renderer.body, own)
 

@@ -27,6 +27,8 @@ class Timeouts:
 
     retry_s: float = 0.1
     """Between two admissions of a request that no worker could take."""
+    pause_s: float = 0.25
+    """Between two questions of a request whose session waits for its turn."""
     dispatch_s: float = 30.0
     """Longest wait of a request for a worker, since the last sign that one may come."""
     worker_silent_s: float = 3.0

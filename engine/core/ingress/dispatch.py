@@ -3,6 +3,7 @@
 A request is admitted by the manager, its workers are followed (their token streams are read), it is submitted to them,
 and their tokens are delivered. What goes wrong on the way:
 
+* a request's session is to wait for its turn: ask again every `pause_s`;
 * no worker can take a request: ask again every `retry_s`, as long as a worker may come;
 * the manager is out of reach or silent: the request goes whole to the worker that its session prefers;
 * an admitted worker is not there: forget the worker, release the admission, ask again;
@@ -21,7 +22,7 @@ and their tokens are delivered. What goes wrong on the way:
 """
 
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from raydix.engine.core.errors import LateError, NoWorkerError, RaydixError, ServiceError, StopsWorkersError
@@ -59,6 +60,7 @@ from raydix.engine.core.types import (
     Ended,
     FirstToken,
     Membership,
+    Paused,
     PromptEvent,
     StreamEvent,
     WorkerInfo,
@@ -203,9 +205,10 @@ class Dispatch:
     # The manager's answers
 
     def admitted(
-        self, request_id: str, attempt: int, admission: Admission | Late | None, now: float
+        self, request_id: str, attempt: int, admission: Admission | Late | Paused | None, now: float
     ) -> list[Instruction]:
-        """The manager has placed an attempt, has no worker for it, or refuses it."""
+        """The manager has placed an attempt, has it wait for its session's turn, has no worker for it, or refuses
+        it."""
         self._view.manager_answered(now)
         entry = self._entries.current(request_id, attempt)
         if entry is None:  # Its end may have been settled before it was admitted.
@@ -213,6 +216,9 @@ class Dispatch:
             return []
         if isinstance(admission, Late):
             return self._fail(entry, LateError(admission))
+        if isinstance(admission, Paused):
+            self._pause(entry, admission, now)
+            return []
         return self._place(entry, admission, now)
 
     def not_admitted(self, requests: Iterable[AdmitRequest], now: float, *, is_silent: bool) -> list[Instruction]:
@@ -385,10 +391,21 @@ class Dispatch:
             return [AskWorkers()]
         self._retries.drop(entry.generation.request_id)
         entry.avoided = tuple(sorted(self._view.avoided))
+        if entry.asked is not None:
+            return [Admit(replace(entry.asked, avoided=entry.avoided))]
         request = entry.generation.admit_request(self._view.root, self._model, self._ingress_id, entry.avoided)
         return [Admit(request)]
 
+    def _pause(self, entry: Entry, paused: Paused, now: float) -> None:
+        """Ask again later for a request that no failure makes wait."""
+        generation = entry.generation
+        generation.paused, entry.waiting_since = paused, now
+        if entry.asked is None and self._view.root is not None:
+            entry.asked = generation.admit_request(self._view.root, self._model, self._ingress_id, entry.avoided)
+        self._retries.add(generation.request_id, generation.priority, now + self._timeouts.pause_s)
+
     def _place(self, entry: Entry, admission: Admission | None, now: float) -> list[Instruction]:
+        entry.asked = entry.generation.paused = None
         if admission is None:
             self._retry(entry, now)
             return []

@@ -28,6 +28,7 @@ from raydix.engine.core.types import (
     DraftSource,
     DraftUse,
     FinishReason,
+    Paused,
     PromptEvent,
     Salt,
     SamplingParams,
@@ -96,6 +97,10 @@ class Generation:
     failure: RaydixError | None = None
     finished_by: str | None = None
     """The worker that sent the last token, and so has forgotten the request already."""
+    stop: FinishReason | None = None
+    """Reason for the answer's end; None before it."""
+    paused: Paused | None = None
+    """The manager's last answer, while the request's session waits for its turn."""
     is_stopped: bool = False
     """True if a stop string has ended the request; its workers do not know."""
     early: dict[int, TokenEvent] = field(default_factory=dict)
@@ -284,7 +289,7 @@ class Generation:
             if self.cached_tokens is None:
                 self.cached_tokens = due[0].cached_tokens
             if due[-1].finish is not None:
-                self.finished_by = worker_id
+                self.finished_by, self.stop = worker_id, due[-1].finish
         return due
 
     def _count_draft(self, source: DraftSource, event: TokenEvent) -> None:

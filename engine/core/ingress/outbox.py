@@ -41,6 +41,7 @@ class Outbox:
                 drafts=tuple(generation.drafts.values()),
                 answer=answer,
                 handover_s=generation.handover_s,
+                stop=generation.stop,
             )
         )
 

@@ -1,12 +1,15 @@
 """The state of the cache as the cache endpoint shows it."""
 
 from dataclasses import asdict
+from itertools import islice
 
 from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.explain import HITS
 from raydix.engine.core.manager.records import US_PER_S
 
 NUM_HOTTEST = 10
+NUM_SESSIONS = 20
+"""Latest sessions of the caller's own in a report."""
 
 
 def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str, object]:
@@ -43,7 +46,25 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
         ],
     }
 
+    own = (session for session in reversed(directory.sessions) if session.tenant == tenant)
+    report["sessions"] = [
+        {
+            "requests": session.num_requests,
+            "running": len(session.running),
+            "prompt_blocks": session.num_blocks,
+            "blocks": directory.sessions.footprint(session),
+            "last_stop": session.last_stop,
+            "has_place": directory.turns.place_of(session) is not None,
+            "pauses": session.num_pauses,
+            "paused_s": round(session.paused_s, 6),
+        }
+        for session in islice(own, NUM_SESSIONS)
+    ]
+
     if is_admin:
+        report["known_sessions"] = len(directory.sessions)
+        report["placed_sessions"] = directory.turns.num_placed
+        report["paused_sessions"] = directory.turns.num_paused
         report["known_blocks"] = len(directory.stock.blocks)
         report["elastic_workers_wanted"] = None if directory.fleet.plan is None else directory.fleet.plan.num_wanted
         report["workers"] = [

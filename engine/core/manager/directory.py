@@ -24,7 +24,7 @@ from raydix.engine.core.errors import LateError, NoWorkerError
 from raydix.engine.core.manager.block_index import BlockRecord
 from raydix.engine.core.manager.cache_statistics import CacheStatistics
 from raydix.engine.core.manager.elastic import with_roles
-from raydix.engine.core.manager.explain import Decision, Decisions
+from raydix.engine.core.manager.explain import Decision, Decisions, SessionFacts, names_of
 from raydix.engine.core.manager.explanations import Explanations
 from raydix.engine.core.manager.fleet import Fleet
 from raydix.engine.core.manager.instructions import HandoverLost, Instruction, Lost
@@ -33,14 +33,16 @@ from raydix.engine.core.manager.placement import (
     CostModel,
     Demand,
     Placement,
-    Sessions,
     SessionWorkers,
     WorkersAlike,
     place,
 )
 from raydix.engine.core.manager.records import US_PER_S, Reservation, WorkerRecord
+from raydix.engine.core.manager.sessions import Session, Sessions
 from raydix.engine.core.manager.stock import Stock
+from raydix.engine.core.manager.turns import NO_TURNS, PausedError, TurnLimits, Turns
 from raydix.engine.core.objectives import NO_OBJECTIVES, Late, Objectives, WhenLate
+from raydix.engine.core.shares import weights_of
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import (
     Admission,
@@ -49,9 +51,17 @@ from raydix.engine.core.types import (
     BlockHash,
     EvictionReason,
     Handover,
+    Paused,
     Role,
     SegmentHeader,
 )
+
+PAUSED_WHY = (
+    "the sessions under way need more blocks than the pools have, and this one waits for its turn; meanwhile nobody "
+    "evicts the blocks of those whose turn it is."
+)
+IDLE = 0.1
+"""A worker counts as idle for a prompt if its queue takes at most this share of the prompt's own time."""
 
 
 class Directory:
@@ -70,9 +80,11 @@ class Directory:
         keeps_segments: bool = True,
         objectives: Objectives = NO_OBJECTIVES,
         node: str = "",
+        turns: TurnLimits = NO_TURNS,
     ) -> None:
         """`keeps_segments`: False drops a segment at the end of the request behind the export. `objectives`: those of
-        requests without their own. `node`: that of the manager, into whose object store files are read."""
+        requests without their own. `node`: that of the manager, into whose object store files are read. `turns`: times
+        of the turns of sessions."""
         self.objectives = objectives
         self.statistics = CacheStatistics(costs.block_size)
         self.decisions = Decisions()
@@ -88,7 +100,8 @@ class Directory:
         )
         self._reservations: dict[str, Reservation] = {}
         """The admitted requests by id, in order of admission."""
-        self._sessions = Sessions()
+        self.sessions = Sessions()
+        self.turns = Turns(turns, weights_of(tenants))
         self._explanations = Explanations(
             self.stock.blocks,
             self.statistics,
@@ -103,12 +116,14 @@ class Directory:
         prior: WorkerCosts,
         tenants: Sequence[Tenant],
         objectives: Objectives = NO_OBJECTIVES,
+        turns: TurnLimits = NO_TURNS,
     ) -> None:
-        """Place by another longest suffix for decode workers, other first costs and other objectives, and give tenants
-        other shares of the segments' budgets, from now on."""
+        """Place by another longest suffix for decode workers, other first costs and other objectives, give tenants
+        other shares of the segments' budgets, and sessions other times of their turns, from now on."""
         self.objectives = objectives
         self.costs = replace(self.costs, piggyback_tokens=piggyback_tokens, prior=prior)
         self.fleet.change_prior(prior)
+        self.turns.limits, self.turns.weights = turns, weights_of(tenants)
         self.stock.segments.limit(tenants)
 
     # Workers
@@ -260,17 +275,24 @@ class Directory:
         Raises:
             NoWorkerError: no worker is registered; nothing has changed.
             LateError: the request is to be refused rather than late, and all workers would be; nothing has changed.
+            PausedError: the request's session is to wait for its turn, and the request is to ask again.
         """
         if not self.fleet:
             raise NoWorkerError("no worker is ready")
         is_new = request.attempt == 0 and request.request_id not in self._reservations
+        session = self.sessions.find(request)
+        if is_new and session is not None and not request.is_behind:
+            paused = self._turn_of(session, request, now)
+            if paused is not None:
+                raise PausedError(paused)
         instructions = self.end_request(request.request_id, now)
 
         self.fleet.links.look(now)
         records = self.stock.blocks.find(request.hashes)
         objectives = request.objectives.over(self.objectives)
-        placement, when_late = self._place(request, records, objectives, is_new=is_new)
-        self._explanations.record(request, records, placement, self.fleet, objectives.ttft_s, when_late)
+        avoided = self._avoided(session, request)
+        placement, when_late = self._place(request, records, objectives, avoided, is_new=is_new)
+        decision = self._explanations.record(request, records, placement, self.fleet, objectives.ttft_s, when_late)
 
         # Blocks of the prompt: [0, num_local) in the pool, [num_local, num_cached) imported, the rest computed.
         num_local = placement.chosen.num_local_blocks
@@ -291,7 +313,11 @@ class Directory:
         if self.fleet[prefill].is_elastic and not request.is_behind:
             self.fleet.elastic_load.admitted(placement.chosen.compute_s, now)
         self._reservations[request.request_id] = reservation
-        self._sessions.moved(request.cache.tenant, request.session, SessionWorkers(prefill, decode))
+        num_known = next((index for index, record in enumerate(records) if record is None), len(records))
+        session = self.sessions.admitted(request, session, num_known, SessionWorkers(prefill, decode), now)
+        decision.session = SessionFacts(
+            session.num_requests, self.sessions.footprint(session), session.num_pauses, session.paused_s
+        )
         self.fleet.take(reservation)
 
         # The blocks that it will compute and may be asked for, and the blocks that it gets.
@@ -325,6 +351,7 @@ class Directory:
         reservation = self._reservations.pop(request_id, None)
         if reservation is None:
             return []
+        self.sessions.ended(request_id, now)
         self.fleet.drop(reservation)
         self.stock.segments.released(reservation.leased, reservation.hashes, reservation.hints, now)
         if not self.stock.keeps_segments:
@@ -354,21 +381,53 @@ class Directory:
         reservations = self._reservations
         assert self.fleet.keys() == self.stock.pools.keys()
         self.fleet.check_integrity(reservations)
+        self.sessions.check_integrity(reservations)
+        self.turns.check_integrity()
         self.stock.check_integrity(reservations, [leased for r in reservations.values() for leased in r.leased])
 
     # Inside
+
+    def _turn_of(self, session: Session, request: AdmitRequest, now: float) -> Paused | None:
+        """Ask for a session's turn; None: it may go on."""
+        if not self.turns.limits.quantum_s:
+            return None
+        workers = [each for each in self.fleet.values() if each.role is not Role.PREFILL and not each.is_leaving]
+        sizes = {each.worker_id: each.num_blocks for each in workers if each.num_blocks}
+        # A worker of a size that is not known yet may have room for anybody.
+        if len(sizes) < len(workers) or not sizes:
+            return None
+        idle = {each.worker_id for each in workers if each.queued_us <= IDLE * self._computing_us(each, request)}
+        footprint = self.sessions.footprint(session, len(request.hashes))
+        return self.turns.ask(session, request.request_id, footprint, sizes, idle, now)
+
+    def _computing_us(self, worker: WorkerRecord, request: AdmitRequest) -> float:
+        """Predicted time of computing a whole prompt on a worker."""
+        return US_PER_S * worker.costs.prefill_s(request.num_tokens, 0, worker.token_budget, len(worker.decoding))
+
+    def _avoided(self, session: Session | None, request: AdmitRequest) -> Sequence[str]:
+        """Workers that a request avoids. While sessions pause, also those where its session has no place: there it
+        would take the blocks of others."""
+        worker_id = None if session is None else self.turns.place_of(session)
+        if worker_id is None or not self.turns.num_paused:
+            return request.avoided
+        worker = self.fleet.get(worker_id)
+        if worker is None or worker.is_leaving or worker_id in request.avoided:
+            return request.avoided
+        others = {each.worker_id for each in self.fleet.values() if each.role is not Role.PREFILL}
+        return sorted({*request.avoided, *others} - {worker_id})
 
     def _place(
         self,
         request: AdmitRequest,
         records: Sequence[BlockRecord | None],
         objectives: Objectives,
+        avoided: Sequence[str],
         *,
         is_new: bool,
     ) -> tuple[Placement, WhenLate | None]:
         """Choose workers, once more for a request that gives way. Raises LateError for one that is refused; a request
         under way and one that is behind all others are never late."""
-        demand, candidates = self._options(request, records, objectives)
+        demand, candidates = self._options(request, records, objectives, avoided)
         placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)
         when_late = _check_in_time(placement, objectives) if is_new and not request.is_behind else None
         if when_late is WhenLate.GIVE_WAY:
@@ -377,20 +436,24 @@ class Directory:
         return placement, when_late
 
     def _options(
-        self, request: AdmitRequest, records: Sequence[BlockRecord | None], objectives: Objectives
+        self,
+        request: AdmitRequest,
+        records: Sequence[BlockRecord | None],
+        objectives: Objectives,
+        avoided: Sequence[str] = (),
     ) -> tuple[Demand, list[WorkersAlike]]:
         """The needs of a request, and the workers grouped by load and held blocks."""
         prefix = match(records, self.fleet, self._reservations)
         demand = demand_of(
             request,
             prefix,
-            self._sessions.of(request.cache.tenant, request.session),
+            self.sessions.workers_of(request),
             return_rate=self.statistics.return_rate,
             objectives=objectives,
             # Where all workers are on one node, each source is as near as any other.
             sources=sources_of(records, self.fleet, self._reservations) if self.fleet.is_spread else None,
         )
-        return demand, self.fleet.candidates(prefix.holders, request.avoided)
+        return demand, self.fleet.candidates(prefix.holders, avoided)
 
     def _reservation(
         self,
@@ -451,6 +514,25 @@ class Directory:
             if is_sender and is_lost and admission.decode in self.fleet:
                 instructions.append(HandoverLost(admission.decode, request_id))
         return instructions
+
+
+def explained(directory: Directory, name: str, tenant: str | None, now: float) -> list[dict[str, object]]:
+    """Decisions behind each choice of a request, by the request's name at its client (`Decisions.of`), and its wait for
+    its session's turn."""
+    found: dict[str, dict[str, object]] = {
+        request_id: {"id": request_id, "attempts": [attempt.as_json() for attempt in attempts], "paused": None}
+        for request_id, attempts in directory.decisions.of(name, tenant).items()
+    }
+    for request_id, (session, paused) in directory.turns.paused(now).items():
+        if name in names_of(request_id) and tenant in (None, session.tenant):
+            found.setdefault(request_id, {"id": request_id, "attempts": []})["paused"] = {
+                "why": PAUSED_WHY,
+                "ahead": paused.num_ahead,
+                "placed": paused.num_placed,
+                "blocks": paused.num_blocks,
+                "paused_s": round(paused.paused_s, 6),
+            }
+    return [*found.values()]
 
 
 def _check_in_time(placement: Placement, objectives: Objectives) -> WhenLate | None:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from heapq import nsmallest
 from itertools import groupby
 from types import MappingProxyType
+from typing import NamedTuple
 
 from raydix.engine.core.manager.placement import Placement, PredictedTimes
 from raydix.engine.core.objectives import WhenLate
@@ -65,6 +66,17 @@ WHY: Mapping[BlockSource, str] = MappingProxyType(
 HITS = frozenset({BlockSource.LOCAL, BlockSource.WORKER, BlockSource.STORE, BlockSource.DISK, BlockSource.PENDING})
 
 
+class SessionFacts(NamedTuple):
+    """The session of a request, at its admission."""
+
+    num_requests: int
+    """Requests so far, with this one."""
+    num_blocks: int
+    """Blocks of the session's own."""
+    num_pauses: int
+    paused_s: float
+
+
 @dataclass(slots=True)
 class Decision:
     """The facts of an admission's decision, and the outcome."""
@@ -86,6 +98,7 @@ class Decision:
     handover_s: float | None = None
     """Seconds from the first token to the second one, as measured; None before the end."""
     ended: Outcome | None = None
+    session: SessionFacts | None = None
     num_preemptions: int = 0
     drafts: tuple[DraftUse, ...] = ()
     """Draft tokens computed in the attempt's steps, by source."""
@@ -163,6 +176,14 @@ class Decision:
                 str(use.source): {"drafted": use.num_drafted, "accepted": use.num_accepted} for use in self.drafts
             },
             "ended": self.ended,
+            "session": None
+            if self.session is None
+            else {
+                "requests": self.session.num_requests,
+                "blocks": self.session.num_blocks,
+                "pauses": self.session.num_pauses,
+                "paused_s": round(self.session.paused_s, 6),
+            },
         }
 
 
@@ -208,14 +229,14 @@ class Decisions:
         return {
             request_id: decisions
             for request_id, decisions in self._by_request.items()
-            if name in _names(request_id) and tenant in (None, decisions[0].tenant)
+            if name in names_of(request_id) and tenant in (None, decisions[0].tenant)
         }
 
     def _of(self, request_id: str, attempt: int) -> Iterator[Decision]:
         return (decision for decision in self._by_request.get(request_id, ()) if decision.attempt == attempt)
 
 
-def _names(request_id: str) -> tuple[str, ...]:
+def names_of(request_id: str) -> tuple[str, ...]:
     """The names by which clients may ask for a request's decisions."""
     name, *rest = request_id.rsplit("-", 2)
     own, dot, _ = rest[0].partition(".") if rest else ("", "", "")

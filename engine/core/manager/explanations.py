@@ -42,8 +42,8 @@ class Explanations:
         workers: Mapping[str, WorkerRecord],
         objective_ttft_s: float | None = None,
         when_late: WhenLate | None = None,
-    ) -> None:
-        """Keep the decision behind a placement, and count it. `records`: of the blocks of `request.hashes`;
+    ) -> Decision:
+        """Keep the decision behind a placement, count it, and return it. `records`: of the blocks of `request.hashes`;
         `when_late`: of a request that is predicted to be late."""
         num_local = placement.chosen.num_local_blocks
         num_cached = num_local + placement.chosen.num_imported_blocks
@@ -79,6 +79,7 @@ class Explanations:
         self._statistics.admitted(
             request.cache.tenant, request.num_tokens, request.hashes, runs, request.preview, saved_s=saved_s
         )
+        return decision
 
     def _note_turn(self, request: AdmitRequest) -> None:
         """Note the last block before an answer with reasoning, maybe."""

@@ -28,10 +28,8 @@ Workers with equal loads are one candidate. A candidate whose queue alone exceed
 large cluster few sums are made, and the choice is the one of a full scan.
 """
 
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from math import inf
 from typing import NamedTuple
 
@@ -55,8 +53,6 @@ DECODE_HORIZON = 64
 """Tokens over which a decode worker's step time is weighed against the import of missing KV."""
 MIN_CONSIDERED = 16
 """Minimum of predicted candidates, if there are as many, for the explanation of the choice."""
-MAX_SESSIONS = 1 << 16
-"""Limit of the remembered sessions; the least recently used is forgotten first."""
 
 
 class SessionWorkers(NamedTuple):
@@ -67,33 +63,6 @@ class SessionWorkers(NamedTuple):
 
 
 NO_WORKERS = SessionWorkers("", "")
-
-
-class Sessions:
-    """The last workers of the most recent `capacity` sessions, by tenant and name."""
-
-    def __init__(self, capacity: int = MAX_SESSIONS) -> None:
-        self._capacity = capacity
-        self._sessions: OrderedDict[bytes, SessionWorkers] = OrderedDict()
-
-    def of(self, tenant: str, session: str | None) -> SessionWorkers:
-        """The last workers of a session; `NO_WORKERS` if unknown."""
-        return NO_WORKERS if session is None else self._sessions.get(_key(tenant, session), NO_WORKERS)
-
-    def moved(self, tenant: str, session: str | None, workers: SessionWorkers) -> None:
-        """Note the placement of a session's request."""
-        if session is None:
-            return
-        key = _key(tenant, session)
-        self._sessions[key] = workers
-        self._sessions.move_to_end(key)
-        if len(self._sessions) > self._capacity:
-            self._sessions.popitem(last=False)
-
-
-def _key(tenant: str, session: str) -> bytes:
-    """Names have any length; a digest has a fixed one."""
-    return blake2b(f"{len(tenant)} {tenant}{session}".encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)

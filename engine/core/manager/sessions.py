@@ -1,0 +1,235 @@
+"""Sessions: which requests belong together, how much KV each session has, and where it lies.
+
+A request belongs to the session whose prompt it extends. A session is found by its *marks*: blocks near the end of its
+last prompt, all of them behind the blocks that its first prompt found known, which may be everybody's: a system prompt.
+
+| the request's prompt | it belongs to |
+|---|---|
+| has a mark of a session, and none further on | that session |
+| has no mark, and its session's name is known | the session that had this name last |
+| otherwise | a new session |
+
+An edit near the end of a prompt leaves earlier marks in place. A prompt that extends a session while another request of
+the session is under way is a branch (a sub-agent, a further choice), and a session of its own: one session has one
+footprint. A client's name of a session helps where no mark does, after a compaction for example; it is not trusted
+further, since clients give one name to all requests of a user.
+
+Nothing here is needed for correctness: a session that is forgotten begins anew with its next request.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from raydix.engine.core.manager.placement import NO_WORKERS, SessionWorkers
+from raydix.engine.core.types import AdmitRequest, BlockHash, FinishReason
+
+MAX_SESSIONS = 1 << 15
+"""Limit of the remembered sessions; the least recently used one is forgotten first."""
+MARK_DISTANCES = (0, 1, 3, 15, 63, 255)
+"""Distances of the marks from the last block of a prompt, in blocks."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """Requests that extend each other's prompts. Only `Sessions` writes to the fields, and `Turns` to `turn`'s."""
+
+    number: int
+    """Number of the session, in order of their first requests."""
+    tenant: str
+    key: bytes | None
+    """Digest of the client's name of the session; None without a name."""
+    first_own: int
+    """Leading blocks that its first prompt found known: they may belong to others, too."""
+    trunk: BlockHash | None = None
+    """The last of these blocks; None without any."""
+    num_blocks: int = 0
+    """Full blocks of the last prompt."""
+    marks: tuple[BlockHash, ...] = ()
+    workers: SessionWorkers = NO_WORKERS
+    """Workers of the last request."""
+    running: set[str] = field(default_factory=set)
+    """Admitted requests that have not ended."""
+    used_at: float = 0.0
+    """Begin or end of its last request, whichever came last."""
+    last_stop: FinishReason | None = None
+    """Reason for the end of its last request; None if it was aborted or has not ended."""
+    num_requests: int = 0
+    num_pauses: int = 0
+    """Requests that had to wait for the session's turn."""
+    paused_s: float = 0.0
+    """Time that its requests waited for the session's turn."""
+
+
+class Sessions:
+    """The most recent `capacity` sessions.
+
+    `now`, of all methods: seconds since the epoch.
+    """
+
+    def __init__(self, capacity: int = MAX_SESSIONS) -> None:
+        self._capacity = capacity
+        self._sessions: OrderedDict[int, Session] = OrderedDict()
+        """By number; the least recently used first."""
+        self._by_mark: dict[BlockHash, Session] = {}
+        """The session that has set a mark last."""
+        self._by_key: dict[bytes, Session] = {}
+        """The session that had a name last."""
+        self._by_request: dict[str, Session] = {}
+        """Sessions of the requests under way."""
+        self._by_trunk: Counter[BlockHash] = Counter()
+        """Number of sessions that began behind a block."""
+        self._num_begun = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        """The sessions, the least recently used first."""
+        return iter(self._sessions.values())
+
+    def __reversed__(self) -> Iterator[Session]:
+        """The sessions, the latest first."""
+        return reversed(self._sessions.values())
+
+    def of_request(self, request_id: str) -> Session | None:
+        """The session of a request under way."""
+        return self._by_request.get(request_id)
+
+    def footprint(self, session: Session, num_blocks: int | None = None) -> int:
+        """Blocks of a session, with one for its answer, when its prompt has `num_blocks` (None: as its last one).
+
+        What several sessions found known is counted with the session that brought it only. What one session alone found
+        known is its own: the manager may have forgotten that session, or be a new one.
+        """
+        length = session.num_blocks if num_blocks is None else num_blocks
+        is_shared = session.trunk is not None and self._by_trunk[session.trunk] > 1
+        return length + 1 - (min(length, session.first_own) if is_shared else 0)
+
+    def find(self, request: AdmitRequest) -> Session | None:
+        """The session that a request belongs to, as the module says; None for a new one."""
+        own = self._by_request.get(request.request_id)
+        if own is not None:
+            return own  # another attempt
+        extended = self._extended(request.cache.tenant, request.hashes)
+        if extended is not None:
+            return None if extended.running else extended
+        named = self._named(request)
+        return None if named is None or named.running else named
+
+    def workers_of(self, request: AdmitRequest) -> SessionWorkers:
+        """The workers where a request's session was last: that of its name, or the one that it belongs to. `NO_WORKERS`
+        if unknown: a branch without a name goes where it costs least."""
+        session = self._named(request) or self.find(request)
+        return NO_WORKERS if session is None else session.workers
+
+    def admitted(
+        self, request: AdmitRequest, session: Session | None, num_known: int, workers: SessionWorkers, now: float
+    ) -> Session:
+        """Note a placed request, which belongs to a session that was found, or begins one. `num_known`: leading blocks
+        of its prompt that were known before."""
+        key = None if request.session is None else _key(request.cache.tenant, request.session)
+        if session is None:
+            self._num_begun += 1
+            # The last block of a prompt is its session's own, also where an equal prompt came before.
+            first_own = max(0, min(num_known, len(request.hashes) - 1))
+            trunk = request.hashes[first_own - 1] if first_own else None
+            session = Session(self._num_begun, request.cache.tenant, key, first_own, trunk)
+            self._sessions[session.number] = session
+            if trunk is not None:
+                self._by_trunk[trunk] += 1
+        if key is not None:
+            if session.key not in (None, key) and self._by_key.get(session.key) is session:
+                del self._by_key[session.key]
+            session.key = key
+            self._by_key[key] = session
+
+        session.num_requests = max(1, session.num_requests + (request.attempt == 0))
+        session.num_blocks = len(request.hashes)
+        session.workers, session.used_at, session.last_stop = workers, now, None
+        session.running.add(request.request_id)
+        self._by_request[request.request_id] = session
+        self._mark(session, request.hashes)
+        self._sessions.move_to_end(session.number)
+        self._forget_oldest()
+        return session
+
+    def ended(self, request_id: str, now: float) -> None:
+        """A request is over, or will be admitted anew."""
+        session = self._by_request.pop(request_id, None)
+        if session is not None:
+            session.running.discard(request_id)
+            session.used_at = now
+
+    def stopped(self, request_id: str, stop: FinishReason | None) -> None:
+        """Note why the answer of a request under way has ended."""
+        session = self._by_request.get(request_id)
+        if session is not None:
+            session.last_stop = stop
+
+    def check_integrity(self, requests: Iterable[str]) -> None:
+        """Assert that the sessions agree with each other, and with the admitted `requests`."""
+        assert self._by_request.keys() == set(requests)
+        assert len(self._sessions) <= self._capacity + len(self._by_request)
+        for request_id, session in self._by_request.items():
+            assert request_id in session.running and self._sessions[session.number] is session
+        for session in self._sessions.values():
+            assert session.running <= self._by_request.keys()
+        trunks = Counter(session.trunk for session in self._sessions.values() if session.trunk is not None)
+        assert self._by_trunk == trunks
+        for mark, session in self._by_mark.items():
+            assert mark in session.marks and self._sessions[session.number] is session
+        for key, session in self._by_key.items():
+            assert session.key == key and self._sessions[session.number] is session
+
+    # Inside
+
+    def _extended(self, tenant: str, hashes: Sequence[BlockHash]) -> Session | None:
+        """The session with the last mark in a prompt."""
+        for session in map(self._by_mark.get, reversed(hashes)):
+            if session is not None and session.tenant == tenant:
+                return session
+        return None
+
+    def _named(self, request: AdmitRequest) -> Session | None:
+        if request.session is None:
+            return None
+        return self._by_key.get(_key(request.cache.tenant, request.session))
+
+    def _mark(self, session: Session, hashes: Sequence[BlockHash]) -> None:
+        """Set the marks of a session near the end of a prompt."""
+        self._unmark(session)
+        last = len(hashes) - 1
+        places = [last - distance for distance in MARK_DISTANCES if last - distance >= session.first_own]
+        session.marks = tuple(hashes[place] for place in places)
+        self._by_mark.update(dict.fromkeys(session.marks, session))
+
+    def _unmark(self, session: Session) -> None:
+        for mark in session.marks:
+            if self._by_mark.get(mark) is session:
+                del self._by_mark[mark]
+        session.marks = ()
+
+    def _forget_oldest(self) -> None:
+        """Forget the least recently used sessions without a request above the capacity."""
+        num_looked = 0
+        while len(self._sessions) > self._capacity and num_looked < len(self._sessions):
+            number, session = next(iter(self._sessions.items()))
+            num_looked += 1
+            if session.running:
+                self._sessions.move_to_end(number)
+                continue
+            del self._sessions[number]
+            self._unmark(session)
+            if session.key is not None and self._by_key.get(session.key) is session:
+                del self._by_key[session.key]
+            if session.trunk is not None:
+                self._by_trunk[session.trunk] -= 1
+                if not self._by_trunk[session.trunk]:
+                    del self._by_trunk[session.trunk]
+
+
+def _key(tenant: str, session: str) -> bytes:
+    """Names have any length; a digest has a fixed one."""
+    return blake2b(f"{len(tenant)} {tenant}{session}".encode(), digest_size=16).digest()
