@@ -11,20 +11,27 @@ from benchmarks.replaying.worker import ReplayedRequest, ReplayWorker
 
 LOOK_S = 1.0
 """Between two looks at the load, as in the manager."""
+ASK_AGAIN_S = 0.25
+"""Between two questions of a paused request, as at an ingress replica."""
 
 
 class Cluster:
     """Runs a trace on workers behind a router. Workers may come and go (`look`)."""
 
     def __init__(
-        self, workers: Sequence[ReplayWorker], router: Router, look: Callable[[Cluster, float], None] | None = None
+        self,
+        workers: Sequence[ReplayWorker],
+        router: Router,
+        look: Callable[[Cluster, float], None] | None = None,
+        on_end: Callable[[ReplayedRequest, float], None] | None = None,
     ) -> None:
-        """`look`: called each `LOOK_S`, as long as there are jobs."""
+        """`look`: called each `LOOK_S`, as long as there are jobs; `on_end`: at the end of each job."""
         self.workers = {worker.worker_id: worker for worker in workers}
         self.router = router
         self.num_active = 0
         """Jobs that have arrived and not ended."""
         self._look = look
+        self._on_end = on_end
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._num_events = 0
         self._has_more = True
@@ -36,10 +43,19 @@ class Cluster:
             while self._events and self._events[0][0] <= request.arrival_s:
                 self._next()
             job = ReplayedRequest(number, request)
-            self._arrive(job)
+            self._arrive(job, request.arrival_s)
             yield job
         self._has_more = False
         while self._events:
+            self._next()
+
+    def submit(self, job: ReplayedRequest) -> None:
+        """Have a job arrive at its time, which is not in the past."""
+        self._at(job.request.arrival_s, lambda now: self._arrive(job, now))
+
+    def run_until(self, end_s: float) -> None:
+        """Let everything happen that happens before a time."""
+        while self._events and self._events[0][0] < end_s:
             self._next()
 
     def at(self, when: float, happen: Callable[[float], None]) -> None:
@@ -64,16 +80,24 @@ class Cluster:
         heapq.heappush(self._events, (when, self._num_events, happen))
         return self._num_events
 
-    def _arrive(self, job: ReplayedRequest) -> None:
+    def _arrive(self, job: ReplayedRequest, now: float) -> None:
         pool = next(iter(self.workers.values())).pool
         num_blocks = len(job.request.hashes) - (-job.request.num_output_tokens // pool.block_size)
         if num_blocks > pool.num_blocks:
             return
         self.num_active += 1
-        job.prefill, job.decode = self.router.route(job)
+        self._ask(job, now)
+
+    def _ask(self, job: ReplayedRequest, now: float) -> None:
+        """Have a job placed, which asks again while it is to pause."""
+        route = self.router.route(job, now)
+        if route is None:
+            self._at(now + ASK_AGAIN_S, lambda then: self._ask(job, then))
+            return
+        job.prefill, job.decode = route
         worker = self.workers[job.prefill]
-        worker.waiting.append(job)
-        self._start(worker, job.request.arrival_s)
+        worker.enqueue(job)
+        self._start(worker, now)
 
     def _start(self, worker: ReplayWorker, now: float) -> None:
         """Start all work that can start on a worker: handed-over jobs first, since they have been computed."""
@@ -130,6 +154,8 @@ class Cluster:
         worker.give_back(job, now)
         job.finished_s = now
         self.num_active -= 1
-        self.router.ended(job)
+        self.router.ended(job, now)
+        if self._on_end is not None:
+            self._on_end(job, now)
         self._set_timer(worker, now)
         self._start(worker, now)

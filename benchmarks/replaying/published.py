@@ -28,7 +28,7 @@ class Counted(Rule):
         self.num_requests = dict.fromkeys(self.num_queued_tokens, 0)
         self._queued: dict[int, int] = {}
 
-    def route(self, job: ReplayedRequest) -> tuple[str, str]:
+    def route(self, job: ReplayedRequest, now: float) -> tuple[str, str]:
         prefill = self.prefiller(job)
         decode = self.decoder(job) if self._splits else prefill.worker_id
         self._queued[job.number] = num_uncached(prefill, job)
@@ -51,7 +51,7 @@ class Counted(Rule):
         if job.decode != job.prefill:
             self.num_requests[job.prefill] -= 1
 
-    def ended(self, job: ReplayedRequest) -> None:
+    def ended(self, job: ReplayedRequest, now: float) -> None:
         self.num_requests[job.decode] -= 1
 
 
@@ -75,8 +75,8 @@ class Dynamo(Counted):
         super().__init__(workers)
         self._num_active = dict.fromkeys(self.num_requests, 0)
 
-    def route(self, job: ReplayedRequest) -> tuple[str, str]:
-        prefill, decode = super().route(job)
+    def route(self, job: ReplayedRequest, now: float) -> tuple[str, str]:
+        prefill, decode = super().route(job, now)
         for worker_id in {prefill, decode}:
             self._num_active[worker_id] += len(job.request.hashes)
         return prefill, decode
@@ -92,8 +92,8 @@ class Dynamo(Counted):
         if job.decode != job.prefill:
             self._num_active[job.prefill] -= len(job.request.hashes)
 
-    def ended(self, job: ReplayedRequest) -> None:
-        super().ended(job)
+    def ended(self, job: ReplayedRequest, now: float) -> None:
+        super().ended(job, now)
         self._num_active[job.decode] -= len(job.request.hashes)
 
     def _sum(self, worker: ReplayWorker, job: ReplayedRequest) -> tuple[float, str]:

@@ -15,6 +15,7 @@ from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.elastic import Plan
 from raydix.engine.core.manager.instructions import Export, Instruction
 from raydix.engine.core.manager.records import WorkerRecord
+from raydix.engine.core.manager.turns import NO_TURNS, PausedError, TurnLimits
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
 from raydix.engine.core.types import AdmitRequest, SegmentHeader
 
@@ -28,10 +29,11 @@ class Managed:
         speeds: Speeds,
         spread: float = 0.0,
         objectives: Objectives = NO_OBJECTIVES,
+        turns: TurnLimits = NO_TURNS,
     ) -> None:
         self._block_size = workers[0].pool.block_size
         model, self._block_bytes = speeds.cost_model(self._block_size)
-        self._directory = Directory(model, segment_budget_bytes=0, objectives=objectives)
+        self._directory = Directory(model, segment_budget_bytes=0, objectives=objectives, turns=turns)
         self._imports = speeds.imports
         self._token_budget = speeds.token_budget
         self._spread = spread
@@ -64,18 +66,19 @@ class Managed:
     def remove(self, worker_id: str) -> None:
         self._export(self._directory.remove_worker(worker_id))
 
-    def route(self, job: ReplayedRequest) -> tuple[str, str]:
+    def route(self, job: ReplayedRequest, now: float) -> tuple[str, str] | None:
         request = job.request
-        admission, instructions = self._directory.admit(
-            AdmitRequest(
-                request_id=str(job.number),
-                attempt=0,
-                hashes=request.hashes,
-                num_tokens=request.num_prompt_tokens,
-                session=request.session,
-            ),
-            request.arrival_s,
+        asking = AdmitRequest(
+            request_id=str(job.number),
+            attempt=0,
+            hashes=request.hashes,
+            num_tokens=request.num_prompt_tokens,
+            session=request.session or None,
         )
+        try:
+            admission, instructions = self._directory.admit(asking, now)
+        except PausedError:
+            return None
         self._export(instructions)
         if self._imports:
             job.promised = frozenset(admission.prefill_awaited)
@@ -95,8 +98,9 @@ class Managed:
     def first_token(self, job: ReplayedRequest) -> None:
         self._directory.first_token(str(job.number), 0, 0.0)
 
-    def ended(self, job: ReplayedRequest) -> None:
-        self._export(self._directory.end_request(str(job.number), 0.0))
+    def ended(self, job: ReplayedRequest, now: float) -> None:
+        self._directory.sessions.stopped(str(job.number), job.request.stop)
+        self._export(self._directory.end_request(str(job.number), now))
 
     def pool_changed(self, worker: ReplayWorker) -> None:
         sealed, evicted = worker.pool.drain_journal()
@@ -114,7 +118,9 @@ class Managed:
     def _measured(self, worker: ReplayWorker, costs: WorkerCosts | None) -> None:
         num_available = worker.pool.num_available
         num_empty = num_available - worker.pool.num_cached
-        self._directory.fleet.measured(worker.worker_id, 0, costs, num_available, num_empty)
+        self._directory.fleet.measured(
+            worker.worker_id, 0, costs, num_available, num_empty, num_blocks=worker.pool.num_blocks
+        )
 
     def _export(self, instructions: Sequence[Instruction]) -> None:
         """Workers export at once the blocks they are asked for; the cost of a move includes the time."""

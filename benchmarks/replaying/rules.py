@@ -13,8 +13,8 @@ from raydix.engine.core.types import Role
 class Router(Protocol):
     """Places jobs and hears of their progress."""
 
-    def route(self, job: ReplayedRequest) -> tuple[str, str]:
-        """Ids of the workers that prefill and decode."""
+    def route(self, job: ReplayedRequest, now: float) -> tuple[str, str] | None:
+        """Ids of the workers that prefill and decode; None for a job that is to ask again."""
         ...
 
     def num_reachable(self, job: ReplayedRequest) -> int:
@@ -23,7 +23,7 @@ class Router(Protocol):
 
     def first_token(self, job: ReplayedRequest) -> None: ...
 
-    def ended(self, job: ReplayedRequest) -> None: ...
+    def ended(self, job: ReplayedRequest, now: float) -> None: ...
 
     def pool_changed(self, worker: ReplayWorker) -> None: ...
 
@@ -36,7 +36,7 @@ class Rule:
         self._decoders = [worker for worker in workers if worker.role is not Role.PREFILL]
         self._splits = any(worker.role is not Role.MIXED for worker in workers)
 
-    def route(self, job: ReplayedRequest) -> tuple[str, str]:
+    def route(self, job: ReplayedRequest, now: float) -> tuple[str, str]:
         prefill = self.choose(job, self._prefillers)
         return prefill, self.choose(job, self._decoders) if self._splits else prefill
 
@@ -49,7 +49,7 @@ class Rule:
     def first_token(self, job: ReplayedRequest) -> None:
         pass
 
-    def ended(self, job: ReplayedRequest) -> None:
+    def ended(self, job: ReplayedRequest, now: float) -> None:
         pass
 
     def pool_changed(self, worker: ReplayWorker) -> None:

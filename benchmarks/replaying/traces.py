@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from raydix.engine.core.types import BlockHash
+from raydix.engine.core.types import BlockHash, FinishReason
 
 MOONCAKE_BLOCK_TOKENS = 512
 
@@ -29,11 +29,16 @@ class TraceRequest:
     """Hashes of the blocks of the prompt, the partial last one included."""
     num_prompt_tokens: int
     num_output_tokens: int
+    stop: FinishReason | None = None
+    """Reason for the answer's end, where the trace has it."""
+    has_session: bool = True
+    """True if the client names its sessions."""
 
     @property
     def session(self) -> str:
-        """Key of the conversation: its first two blocks, as the very first one may be everybody's."""
-        return b"".join(self.hashes[:2]).hex()
+        """Key of the conversation: its first two blocks, as the very first one may be everybody's; empty without a
+        name."""
+        return b"".join(self.hashes[:2]).hex() if self.has_session else ""
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:

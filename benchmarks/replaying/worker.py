@@ -40,14 +40,23 @@ class ReplayWorker:
     """State of one worker; `Cluster` moves it on."""
 
     def __init__(
-        self, worker_id: str, role: Role, pool: BlockPool, speeds: Speeds, fitted: Speeds | None = None
+        self,
+        worker_id: str,
+        role: Role,
+        pool: BlockPool,
+        speeds: Speeds,
+        fitted: Speeds | None = None,
+        *,
+        protects: bool = False,
     ) -> None:
+        """`protects`: the blocks of waiting jobs are evicted late, as a scheduler has it."""
         self.worker_id = worker_id
         self.role = role
         self.pool = pool
         self.speeds = speeds
         self.fitted = fitted or speeds
         """Speeds reported by the worker."""
+        self.protects = protects
         self.waiting: deque[ReplayedRequest] = deque()
         self.incoming: deque[ReplayedRequest] = deque()
         """Handed over and waiting for blocks."""
@@ -63,6 +72,12 @@ class ReplayWorker:
     @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.incoming or self._decoding) and self.prefilling is None
+
+    def enqueue(self, job: ReplayedRequest) -> None:
+        """Have a job wait for its prefill."""
+        self.waiting.append(job)
+        if self.protects:
+            self.pool.protect(job.request.hashes)
 
     def take_blocks(self, job: ReplayedRequest, now: float, num_reachable: int = 0) -> bool:
         """Give a job the cached prefix and room for the remaining blocks, its answer included where it decodes; False
@@ -81,6 +96,8 @@ class ReplayWorker:
         job.blocks = matched + pool.allocate(num_missing, now)
 
         if job.prefill == self.worker_id:
+            if self.protects:
+                self.pool.unprotect(request.hashes)
             job.num_hits = max(len(matched), num_reachable)
             job.num_imported = job.num_hits - len(matched)
             cached = min(job.num_hits * pool.block_size, request.num_prompt_tokens - 1)
