@@ -15,7 +15,7 @@ from tests.unit.local_actors import make_dispatcher
 from tests.unit.test_data_plane import Scene, expected, until
 
 NUM_AGENTS = 12
-NUM_TURNS = 4
+NUM_TURNS = 3
 NUM_TOKENS = 4
 """Of an answer."""
 PROMPT = 56
