@@ -58,7 +58,7 @@ def test_a_prompt_that_extends_a_session_belongs_to_it() -> None:
     scene = Scene()
     first = scene.turn(blocks("a", 30))
     assert scene.turn(blocks("a", 40)) is scene.turn(blocks("a", 41)) is first
-    assert first.num_requests == 3 and first.num_blocks == 41
+    assert first.num_requests == 3 and first.prompt_blocks == 41
     assert scene.turn(blocks("b", 30)) is not first
 
 

@@ -33,7 +33,7 @@ class Scene:
             session.used_at = now
             place = self.turns.place_of(session)
             assert place is not None
-            session.workers = SessionWorkers(place, place)
+            session.last_workers = SessionWorkers(place, place)
         self.turns.check_integrity()
         return answer
 
@@ -154,7 +154,7 @@ def test_a_place_moves_to_the_worker_with_room() -> None:
     assert places.count("v") == places.count("w") == 3
     assert scene.ask("g", 1.0) is not None
     left = next(name for name in names if scene.turns.place_of(scene.sessions[name]) == "w")
-    scene.sessions["g"].workers = SessionWorkers("v", "v")
+    scene.sessions["g"].last_workers = SessionWorkers("v", "v")
     scene.end(left, 1.0, FinishReason.STOP)
     assert scene.ask("g", 1.5, idle=True) is None
     assert scene.turns.place_of(scene.sessions["g"]) == "w"

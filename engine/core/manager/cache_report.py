@@ -51,7 +51,7 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
         {
             "requests": session.num_requests,
             "running": len(session.running),
-            "prompt_blocks": session.num_blocks,
+            "prompt_blocks": session.prompt_blocks,
             "blocks": directory.sessions.footprint(session),
             "last_stop": session.last_stop,
             "has_place": directory.turns.place_of(session) is not None,

@@ -44,10 +44,10 @@ class Session:
     """Leading blocks that its first prompt found known: they may belong to others, too."""
     trunk: BlockHash | None = None
     """The last of these blocks; None without any."""
-    num_blocks: int = 0
+    prompt_blocks: int = 0
     """Full blocks of the last prompt."""
     marks: tuple[BlockHash, ...] = ()
-    workers: SessionWorkers = NO_WORKERS
+    last_workers: SessionWorkers = NO_WORKERS
     """Workers of the last request."""
     running: set[str] = field(default_factory=set)
     """Admitted requests that have not ended."""
@@ -103,7 +103,7 @@ class Sessions:
         What several sessions found known is counted with the session that brought it only. What one session alone found
         known is its own: the manager may have forgotten that session, or be a new one.
         """
-        length = session.num_blocks if num_blocks is None else num_blocks
+        length = session.prompt_blocks if num_blocks is None else num_blocks
         is_shared = session.trunk is not None and self._by_trunk[session.trunk] > 1
         return length + 1 - (min(length, session.first_own) if is_shared else 0)
 
@@ -122,7 +122,7 @@ class Sessions:
         """The workers where a request's session was last: that of its name, or the one that it belongs to. `NO_WORKERS`
         if unknown: a branch without a name goes where it costs least."""
         session = self._named(request) or self.find(request)
-        return NO_WORKERS if session is None else session.workers
+        return NO_WORKERS if session is None else session.last_workers
 
     def admitted(
         self, request: AdmitRequest, session: Session | None, num_known: int, workers: SessionWorkers, now: float
@@ -146,8 +146,8 @@ class Sessions:
             self._by_key[key] = session
 
         session.num_requests = max(1, session.num_requests + (request.attempt == 0))
-        session.num_blocks = len(request.hashes)
-        session.workers, session.used_at, session.last_stop = workers, now, None
+        session.prompt_blocks = len(request.hashes)
+        session.last_workers, session.used_at, session.last_stop = workers, now, None
         session.running.add(request.request_id)
         self._by_request[request.request_id] = session
         self._mark(session, request.hashes)

@@ -61,7 +61,7 @@ NO_TURNS = TurnLimits(quantum_s=0.0)
 class _Place:
     session: Session
     worker: str
-    num_blocks: int
+    size: int
     since: float
 
 
@@ -69,7 +69,7 @@ class _Place:
 class _Pause:
     session: Session
     request_id: str
-    num_blocks: int
+    size: int
     since: float
     asked_at: float
 
@@ -129,7 +129,7 @@ class Turns:
         pause = self._pauses.get(session.number)
         if pause is None:
             pause = self._pauses[session.number] = _Pause(session, request_id, num_blocks, now, now)
-        pause.asked_at, pause.request_id, pause.num_blocks = now, request_id, num_blocks
+        pause.asked_at, pause.request_id, pause.size = now, request_id, num_blocks
         order = self._order()
         if order[0] is pause and self._enter(pause, sizes, idle, now):
             session.num_pauses += now > pause.since
@@ -147,15 +147,15 @@ class Turns:
         assert not self._places.keys() & self._pauses.keys()
         workers, tenants = Counter[str](), Counter[str]()
         for number, place in self._places.items():
-            assert place.session.number == number and place.num_blocks > 0
-            workers[place.worker] += place.num_blocks
-            tenants[place.session.tenant] += place.num_blocks
+            assert place.session.number == number and place.size > 0
+            workers[place.worker] += place.size
+            tenants[place.session.tenant] += place.size
         assert +self._placed == workers and +self._tenants == tenants
 
     # Inside
 
     def _told(self, pause: _Pause, order: list[_Pause], now: float) -> Paused:
-        return Paused(order.index(pause), len(self._places), pause.num_blocks, now - pause.since)
+        return Paused(order.index(pause), len(self._places), pause.size, now - pause.since)
 
     def _order(self) -> list[_Pause]:
         """The paused sessions, the next one first."""
@@ -178,14 +178,14 @@ class Turns:
 
     def _enter(self, pause: _Pause, sizes: Mapping[str, int], idle: Container[str], now: float) -> bool:
         """Give the next session a place, if it can have one: on its last worker, or on the one with most room."""
-        last = pause.session.workers.decode
+        last = pause.session.last_workers.decode
         workers = sorted(sizes, key=lambda worker: (worker != last, -self._room(worker, sizes), worker))
-        chosen = next((each for each in workers if self._room(each, sizes) >= pause.num_blocks), None)
+        chosen = next((each for each in workers if self._room(each, sizes) >= pause.size), None)
         is_due = now - pause.since >= self.limits.quantum_s
         patience_s = 0.0 if is_due else PATIENCE_S
         for worker in workers:
             if chosen is None and (is_due or worker in idle):
-                has_room = self._make_room(worker, pause.num_blocks, sizes, now, patience_s=patience_s)
+                has_room = self._make_room(worker, pause.size, sizes, now, patience_s=patience_s)
                 chosen = worker if has_room else None
         if chosen is None:
             # A session that is larger than a pool shares it with no other one.
@@ -194,8 +194,8 @@ class Turns:
             return False
         session = pause.session
         del self._pauses[session.number]
-        self._places[session.number] = _Place(session, chosen, pause.num_blocks, now)
-        self._count(self._places[session.number], pause.num_blocks)
+        self._places[session.number] = _Place(session, chosen, pause.size, now)
+        self._count(self._places[session.number], pause.size)
         return True
 
     def _make_room(
@@ -219,7 +219,7 @@ class Turns:
             if place.worker != worker or place is but or session.running:
                 continue
             if session.last_stop is FinishReason.STOP or now - session.used_at >= patience_s:
-                freed += place.num_blocks
+                freed += place.size
                 left.append(number)
         if freed < num_blocks:
             return False
@@ -244,11 +244,11 @@ class Turns:
 
     def _leave(self, number: int) -> None:
         place = self._places.pop(number)
-        self._count(place, -place.num_blocks)
+        self._count(place, -place.size)
 
     def _resize(self, place: _Place, num_blocks: int) -> None:
-        self._count(place, num_blocks - place.num_blocks)
-        place.num_blocks = num_blocks
+        self._count(place, num_blocks - place.size)
+        place.size = num_blocks
 
     def _count(self, place: _Place, num_blocks: int) -> None:
         self._placed[place.worker] += num_blocks
