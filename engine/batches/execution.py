@@ -92,8 +92,9 @@ class Execution:
             return None
         if not self._run.is_stopped:
             is_cancelled = await asyncio.to_thread(self._store.is_cancelled, self._batch)
-            records = self._run.cancelled(now) if is_cancelled else []
-            await self._note([*records, *self._run.opened(lines.order, lines.digest, now)])
+            # The lines come first, so that each of them is among what did not run.
+            records = self._run.opened(lines.order, lines.digest, now)
+            await self._note([*records, *(self._run.cancelled(now) if is_cancelled else [])])
         return lines
 
     async def _note(self, records: Sequence[Record]) -> None:

@@ -168,8 +168,9 @@ def test_a_batch_that_is_cancelled_before_it_begins_runs_nothing(tmp_path: Path)
     stores, server = Stores(tmp_path), Server()
     batch = stores.begin(lines_of("a"))
     stores.batches.cancel("a", batch.record.id)
-    assert complete(stores, batch, server).progress.status is Status.CANCELLED and server.asked == []
-    assert len(stores.files.all("a")) == 1
+    progress = complete(stores, batch, server).progress
+    assert (progress.status, progress.num_unanswered, server.asked) == (Status.CANCELLED, 1, [])
+    assert len(stores.files.all("a")) == 2, "the input, and the line that did not run among the errors"
 
 
 def test_a_batch_expires_with_the_answers_that_it_has(tmp_path: Path) -> None:

@@ -97,7 +97,9 @@ def test_a_batch_expires_at_any_state(is_open: bool) -> None:
     if is_open:
         run.opened([0], "d", 1.0)
     assert run.tick(9.9) == []
-    assert (run.tick(10.0) if is_open else run.opened([0], "d", 10.0)) == [Stopped(10.0, Status.EXPIRED)]
+    opened = [] if is_open else [Opened(10.0, 1, "d")]
+    assert (run.tick(10.0) if is_open else run.opened([0], "d", 10.0)) == [*opened, Stopped(10.0, Status.EXPIRED)]
+    assert run.progress.num_unanswered == 1, "its lines are among what did not run"
     assert run.opened([0], "d", 11.0) == [] and run.tick(12.0) == []
 
 

@@ -84,14 +84,13 @@ class BatchRun:
 
     def opened(self, order: Sequence[int], digest: str, now: float) -> list[Record]:
         """The lines were read and are valid; `order` is the order of running."""
-        if records := self._expired(now):
-            return records
         if self.is_stopped:
             return []
+        records: list[Record] = []
         if self.digest is None:
-            records = [self._apply(Opened(now, len(order), digest))]
+            records.append(self._apply(Opened(now, len(order), digest)))
         self._queue = LineQueue(order, self._has_failed)
-        return records + self._completed(now)
+        return [*records, *self._completed(now), *self._expired(now)]
 
     def refused(self, problems: Sequence[Problem], now: float) -> list[Record]:
         """The batch cannot be run, or no further."""
