@@ -11,10 +11,11 @@ byte, and requests that never end, come last. A gap is the time between two piec
 longest gap of any stream in a few seconds without a body, measured every so many bodies and before each crowd.
 
 The wall time of a gap counts what else runs on the machine, the load generator among it. So the gap is also measured in
-processor time of the way that a token takes: of all threads of the ingress replica and of the worker, but for those
-that compute beside the engine's. A step that others' prompts make longer counts, and so does whatever else these
-processes compute meanwhile, in the way or not. Failovers, and holds of event loops and interpreters, are the server's
-own counts. A worker touches its pool's memory as it is filled: `--kv-cache-gib 0.4` is full soon.
+processor time of the way that a token takes: of all threads of the ingress replica and of the worker. The worker's
+threads that compute the model together take pieces of its steps, and on a busy machine whichever has a core takes most:
+they count as if each had taken the same part. A step that others' prompts make longer counts, and so does whatever else
+these processes compute meanwhile, in the way or not. Failovers, and holds of event loops and interpreters, are the
+server's own counts. A worker touches its pool's memory as it is filled: `--kv-cache-gib 0.4` is full soon.
 """
 
 import argparse
@@ -53,8 +54,8 @@ GAP_ENDS_S = 0.3
 QUIET_S = 3.0
 SETTLE_S = 10.0
 """Time behind the last body, or a crowd, after which memory is measured."""
-HELPER_SHARE = 0.3
-"""Processor time of a thread that helps to compute, as a share of that of the thread that it helps, or more."""
+HELPER_NAME = "raydix kernels"
+"""Name of a thread that helps the engine's to compute (`kernels/cpp/team.cpp`)."""
 COUNTED = ("raydix_failovers_total", "raydix_holds_total")
 BASELINE_EVERY = 50
 """Bodies between two measurements of the baseline."""
@@ -224,24 +225,28 @@ class Way:
     def __init__(self, server: psutil.Process) -> None:
         self.ingress = found(server, "ServeReplica:raydix:ingress")
         self.worker = found(server, "MixedWorker")
-        self._helpers: list[Path] = []
-        """Times of the worker's threads that help another one to compute."""
+        self._computing: list[Path] = []
+        """Times of the worker's threads that compute the model: the engine's, and those that help it."""
 
     def processes(self) -> list[psutil.Process]:
         return [self.worker] if self.worker == self.ingress else [self.ingress, self.worker]
 
-    def find_helpers(self, seconds: float) -> None:
-        """Tell the worker's thread that computes, and its helpers, from other threads: by what they use meanwhile."""
-        tasks = [path / "schedstat" for path in Path(f"/proc/{self.worker.pid}/task").iterdir()]
-        before = [_used_s(task) for task in tasks]
+    def find_threads(self, seconds: float) -> None:
+        """Find the worker's threads that compute the model: the one that uses most meanwhile, and its helpers."""
+        tasks = [path.parent for path in Path(f"/proc/{self.worker.pid}/task").glob("*/schedstat")]
+        helpers = [task for task in tasks if (task / "comm").read_text().strip() == HELPER_NAME]
+        before = {task: _used_s(task) for task in tasks if task not in helpers}
         time.sleep(seconds)
-        used = sorted(((_used_s(task) - start, task) for task, start in zip(tasks, before, strict=True)), reverse=True)
-        self._helpers = [task for used_s, task in used[1:] if used_s > HELPER_SHARE * used[0][0]]
+        engine = max(before, key=lambda task: _used_s(task) - before[task])
+        self._computing = [engine, *helpers]
 
     def clock(self) -> float:
-        """Processor time of both processes without what goes on beside the thread that computes, in seconds."""
+        """Processor time of both processes, of the threads that compute the model an equal part each, in seconds."""
         used_s = sum(time.clock_gettime(_clock_id(each.pid)) for each in self.processes())
-        return used_s - sum(map(_used_s, self._helpers))
+        if not self._computing:
+            return used_s
+        computing_s = sum(map(_used_s, self._computing))
+        return used_s - computing_s + computing_s / len(self._computing)
 
     def memory(self) -> float:
         """Resident memory of the processes and their children, in MiB."""
@@ -261,8 +266,12 @@ def _clock_id(pid: int) -> int:
     return (~pid << 3) | 2
 
 
-def _used_s(schedstat: Path) -> float:
-    return int(schedstat.read_text().split()[0]) / 1e9
+def _used_s(task: Path) -> float:
+    """Processor time of a thread, by its folder in `/proc`, in seconds; 0 once it has ended."""
+    try:
+        return int((task / "schedstat").read_text().split()[0]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def found(server: psutil.Process, title: str) -> psutil.Process:
@@ -297,7 +306,7 @@ class HostileRun:
         self._streams = Streams(port, way.clock)
         self._baseline = 0.0, 0.0
         time.sleep(QUIET_S)  # the streams have begun
-        way.find_helpers(QUIET_S)
+        way.find_threads(QUIET_S)
 
     def measure_baseline(self) -> None:
         """Measure the longest gap without a body."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe
-from raydix.engine.core.costs import CostFit, WorkerCosts
+from raydix.engine.core.costs import CostFit
 from raydix.engine.core.settings import DraftLimits, EngineSettings, SchedulerLimits
 from raydix.engine.core.types import Assignment, SamplingParams, Stage
 from raydix.engine.model.build import build_engine
@@ -33,7 +33,7 @@ def measure(engine: Engine, num_streams: int, prompt_len: int) -> dict[str, floa
     for _ in range(10):
         engine.step(time.monotonic())
 
-    costs = CostFit(WorkerCosts())
+    costs = CostFit(engine.first_costs)
     quiet = [_step_ms(engine, costs) for _ in range(20)]
     arrived = time.perf_counter()
     _submit(engine, "prompt", [generator.randrange(100, 40_000) for _ in range(prompt_len)], 1)

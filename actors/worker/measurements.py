@@ -29,9 +29,10 @@ time. One of 0.6 s in place of 0.1 s kept a worker of a quiet cluster from getti
 class Measurements:
     """Fits the cost model to the steps of one engine, and counts what the engine does."""
 
-    def __init__(self, worker_id: str, role: Role) -> None:
+    def __init__(self, worker_id: str, role: Role, prior: WorkerCosts) -> None:
+        """`prior`: the engine's costs until steps have been measured."""
         self._metrics = WorkerMetrics(worker_id, role)
-        self._costs = CostFit(WorkerCosts())
+        self._costs = CostFit(prior)
         self._has_measured = False
         self._num_first = 0
         """Steps so far, up to `FIRST_STEPS`."""

@@ -92,13 +92,13 @@ class Worker:
             compute_with(num_threads)
         self._own = Incarnation(worker_id, role, epoch, settings.device)
         self._runtime = runtime
-        self._measurements = Measurements(worker_id, role)
         self._holds = HoldMetrics(worker_id)
 
         # torch is imported here, in the worker's own process, and not in that of the host that starts it.
         from raydix.engine.model.build import build_engine
 
         self._engine = build_engine(settings, ObjectStoreSwap(runtime), on_tensor)
+        self._measurements = Measurements(worker_id, role, self._engine.first_costs)
         self._words: Words | None = None
         self._thread = EngineThread(self._engine, self._hand_out, self._end_process, role)
         self._tokens = TokenStreams()

@@ -13,7 +13,7 @@ import torch
 
 from raydix.configs import load_config
 from raydix.configs.settings import engine_settings
-from raydix.engine.core.costs import CostFit, WorkerCosts
+from raydix.engine.core.costs import CostFit
 from raydix.engine.core.settings import GIB, DraftLimits, EngineSettings
 from raydix.engine.core.types import Assignment, DraftSource, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
@@ -120,7 +120,7 @@ class SteppedWorker:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.answers: dict[str, Timed] = {}
-        self._costs = CostFit(WorkerCosts())
+        self._costs = CostFit(engine.first_costs)
         self._learns_at = 0.0
 
     def submit(self, assignment: Assignment) -> None:

@@ -20,6 +20,9 @@ KEPT = 0.995
 """Share that is left after half a second of the observations of imports, and of steps while there are none."""
 MAX_CONTEXT_WEIGHT = 16.0
 """Bound of the weight of a token behind many others, so that a prefill goes on whatever the fit says."""
+LEAST_EFFORT, MOST_EFFORT = 1.5, 3.0
+"""Bounds of the time of a multiplication in attention, in times of one in the model's matrices. The fit alone tells
+pairs and tokens apart too badly: while chunks shrink with the context, all take about the same time."""
 ALONE = 4.0
 """A step of prefills alone may take so many times as long as one beside decodes: nobody waits for a next token, but the
 first one of a request that comes meanwhile waits."""
@@ -48,6 +51,9 @@ class WorkerCosts:
     """Relative standard deviation of the observed step times from the fit of their time."""
     draft_token_s: float = 1e-3
     """Per draft token behind a decode."""
+    pair_share: float = 0.0
+    """Multiplications for a pair as a share of those for a token in the model's matrices, as the model is made: no fit
+    changes it. 0: not known, and then the fit alone gives contexts their weights."""
 
     def decode_step_s(self, num_decodes: int) -> float:
         """A step of decodes alone."""
@@ -57,8 +63,11 @@ class WorkerCosts:
         """Length of a step that fills the budget with tokens behind `num_before` others, in lengths of a step whose
         tokens are behind none; at most `MAX_CONTEXT_WEIGHT`."""
         step_s = self.step_s + token_budget * self.prefill_token_s
-        longer_s = token_budget * num_before * self.pair_s
-        return min(MAX_CONTEXT_WEIGHT, 1 + longer_s / step_s) if step_s else 1.0
+        longer = token_budget * num_before * self.pair_s / step_s if step_s else 0.0
+        if self.pair_share:
+            by_model = num_before * self.pair_share
+            longer = min(max(longer, LEAST_EFFORT * by_model), MOST_EFFORT * by_model)
+        return min(MAX_CONTEXT_WEIGHT, 1 + longer)
 
     def prefill_s(self, num_tokens: int, num_cached: int, token_budget: int, num_decodes: int) -> float:
         """Computing `num_tokens` positions after `num_cached`, in steps beside `num_decodes` decodes."""
@@ -97,6 +106,7 @@ class CostFit:
     """Fits the costs of one worker."""
 
     def __init__(self, prior: WorkerCosts) -> None:
+        """`prior`: the costs assumed until something is observed; what no fit changes is kept."""
         self._steps = LinearFit(
             (1.0, 256.0, 16.0, 256.0 * 1024.0, 1.0, float(1 << 22), 8.0),
             (
@@ -112,6 +122,7 @@ class CostFit:
 
         self._imports = LinearFit((1.0, float(1 << 22)), (prior.import_s, prior.import_byte_s))
         self._spread = prior.spread
+        self._pair_share = prior.pair_share
 
         self.num_steps = 0
         """Steps observed so far."""
@@ -167,6 +178,7 @@ class CostFit:
             swap_byte_s=swap_byte_s,
             spread=self._steps.spread(self._spread),
             draft_token_s=draft_token_s,
+            pair_share=self._pair_share,
         )
 
 

@@ -25,7 +25,7 @@ from raydix.engine.model.identity import ModelIdentity, identify, model_len
 from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.runner import ModelRunner, NullRunner, Runner, made_up_step
 from raydix.engine.model.scripted import ScriptedRunner, read_script
-from raydix.engine.model.sizes import LOGITS_BYTES, SCORED_ROWS, kv_block_bytes
+from raydix.engine.model.sizes import LOGITS_BYTES, SCORED_ROWS, kv_block_bytes, pair_share
 from raydix.engine.model.sources import SCRIPTED, computes_nothing
 from raydix.engine.model.swap_space import SwapSpace
 from raydix.engine.model.tokenizer import Tokenizer
@@ -90,6 +90,7 @@ def build_engine(
         grammars=grammars,
         drafter=drafter,
         tenants=settings.tenants,
+        pair_share=pair_share(config),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from raydix.engine.core.costs import StepShape
+from raydix.engine.core.costs import StepShape, WorkerCosts
 from raydix.engine.core.hashing import root_hash
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.settings import SchedulerLimits
@@ -142,7 +142,9 @@ class Engine:
         grammars: Grammars | None = None,
         drafter: Drafter | None = None,
         tenants: Sequence[Tenant] = (),
+        pair_share: float = 0.0,
     ) -> None:
+        """`pair_share`: of the model (`WorkerCosts.pair_share`)."""
         self.runner = runner
         self.store = store
         self.pool = pool
@@ -154,7 +156,9 @@ class Engine:
         self._refusals: list[TokenEvent] = []
         self._note_work: NoteWork = note_nothing
 
-        swap_policy = SwapPolicy(swap_bytes // store.block_bytes, store.block_bytes)
+        self.first_costs = WorkerCosts(pair_share=pair_share)
+        """Assumed until steps have been measured."""
+        swap_policy = SwapPolicy(swap_bytes // store.block_bytes, store.block_bytes, self.first_costs)
         self.scheduler = Scheduler(pool, limits, max_model_len, swap_policy, tenants=tenants)
         self.preemptions = PreemptionCounts()
         self.fingerprint = fingerprint

@@ -169,6 +169,22 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * DTYPE_BYTES[dtype]
 
 
+def pair_share(config: ModelConfig) -> float:
+    """Multiplications for one more position that a token attends to, as a share of those for the token in the layers'
+    matrices (`WorkerCosts.pair_share`). Layers with a window do not count: their work stops growing."""
+    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    num_products = 0  # for a token, in the matrices of all layers
+    for layer in range(config.num_layers):
+        num_products += 2 * (query_size + kv_size) * config.hidden_size
+        if (experts := config.experts_of_layer(layer)) is None:
+            num_products += 3 * config.intermediate_size * config.hidden_size
+        else:
+            num_products += 3 * experts.per_token * experts.intermediate_size * config.hidden_size
+    num_unlimited = sum(window is None for window in config.layer_windows)
+    # a product with the key, and one with the value
+    return 2 * query_size * num_unlimited / num_products if num_products else 0.0
+
+
 def _is_redundant(name: str) -> bool:
     """Tensors that old or tied checkpoints carry and that follow from others."""
     return name == "lm_head.weight" or name.endswith(("rotary_emb.inv_freq", "self_attn.masked_bias"))

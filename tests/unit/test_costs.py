@@ -106,6 +106,26 @@ def test_a_prefill_costs_its_steps_its_tokens_and_what_they_attend_to() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("pair_s", "weight"),
+    [
+        (0.0, 1 + 1.5 * 2.0),  # the fit has forgotten what a context costs
+        (2e-7, 1 + 1.5 * 2.0),
+        (1e-6, 1 + 4.0),
+        (1.0, 1 + 3 * 2.0),  # or takes the time of everything for that of contexts
+    ],
+)
+def test_the_weight_of_a_context_is_near_what_the_model_multiplies(pair_s: float, weight: float) -> None:
+    costs = WorkerCosts(step_s=0.0, prefill_token_s=1e-3, pair_s=pair_s, pair_share=5e-4)
+    assert costs.context_weight(4_000, 256) == pytest.approx(weight)
+
+
+def test_no_fit_changes_what_the_model_multiplies() -> None:
+    fit = CostFit(WorkerCosts(pair_share=5e-4))
+    fit.step(StepShape(256, 8, 256 * 4_000.0), 0.2)
+    assert fit.costs().pair_share == 5e-4
+
+
 def test_the_weight_of_a_context_is_bounded() -> None:
     assert WorkerCosts(pair_s=1.0).context_weight(10**6, 256) == MAX_CONTEXT_WEIGHT
     assert WorkerCosts(0.0, 0.0, 0.0, pair_s=1.0).context_weight(100, 256) == 1.0

@@ -30,7 +30,7 @@ from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.device_memory import SHARE, measured_pool_bytes
 from raydix.engine.model.families import config_of
 from raydix.engine.model.host_memory import host_memory
-from raydix.engine.model.sizes import kv_block_bytes, step_bytes, weight_bytes
+from raydix.engine.model.sizes import kv_block_bytes, pair_share, step_bytes, weight_bytes
 from raydix.engine.model.weights import RandomTensors
 
 
@@ -141,6 +141,14 @@ def test_experts_count_with_all_their_weights_and_run_on_cpus_only() -> None:
     large = Machine(16, 512, free_gib=500)
     _, on_cpu = chosen((), {}, large, options=_no_options())
     assert size_up(on_cpu, moe, large).max_model_len == 40_960
+
+
+def test_what_a_context_costs_by_the_model_s_arithmetic() -> None:
+    plain = model("llama", (100, 64, 128, 2, 4, 2, 16), 1024, True)
+    pair, token = 2 * 4 * 16, 2 * (4 * 16 + 2 * 16) * 64 + 3 * 128 * 64
+    assert pair_share(plain) == pytest.approx(pair / token)
+    windowed = replace(plain, layer_windows=(None, 64))
+    assert pair_share(windowed) == pytest.approx(pair / token / 2), "half of the layers look at all that is before"
 
 
 def test_the_context_is_lowered_to_what_fits() -> None:

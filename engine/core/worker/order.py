@@ -57,15 +57,12 @@ def _priority_and_kind(entry: tuple[int, Request]) -> tuple[int, int]:
 
 
 def weigh_contexts(costs: WorkerCosts, token_budget: int, *, is_alone: bool = False) -> Callable[[Request], float]:
-    """Weight in the budget of each next token of a request, as its computation does by the fitted costs.
+    """Weight in the budget of each next token of a request, as its computation takes by the costs.
     `is_alone`: no decode is in the step."""
 
     def weigh(request: Request) -> float:
-        # A context only grows, and so does its weight. The fit may say otherwise: chunks that shrink with the context
-        # all take the same time, so that after some noise the fit takes them for steps without a context.
         weight = costs.context_weight(request.num_computed, token_budget)
-        request.context_weight = max(request.context_weight, weight)
-        return alone(request.context_weight) if is_alone else request.context_weight
+        return alone(weight) if is_alone else weight
 
     return weigh
 

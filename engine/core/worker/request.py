@@ -44,9 +44,6 @@ class Request:
     hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of the full blocks of `token_ids` needed so far."""
     num_computed: int = 0
-    context_weight: float = 1.0
-    """Greatest part of a step's budget that a token behind `num_computed` or fewer has taken since the request began
-    to run."""
     num_shared: int = 0
     num_sealed: int = 0
     """Number of `blocks`, from the first, that have been sealed or were found sealed."""
@@ -146,7 +143,6 @@ class Request:
         self.num_sealed = len(matched)
         self.num_shared = len(matched) * self.block_size
         self.num_computed = min(self.num_shared, len(self.token_ids) - 1)
-        self.context_weight = 1.0
 
     def note_start(self, now: float) -> None:
         """Note when the request first started, and how much of the prompt was there."""
