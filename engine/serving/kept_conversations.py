@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from raydix.engine.api.openai_responses.conversations import (
+    CONVERSATION,
     MAX_BYTES,
     REVISION_BYTES,
     Conversation,
@@ -93,7 +94,7 @@ class KeptConversations:
         self, conversation_id: str, tenant: Tenant, cache_salt: str | None, param: str = "conversation_id"
     ) -> bytes:
         found = await self._keeper.find_response(self._name(conversation_id, tenant, cache_salt), False)
-        if not found:
+        if not found or not found[0].startswith(CONVERSATION):  # responses lie in the same store
             raise ConversationNotFoundError(
                 f"The conversation '{conversation_id[:100]}' is not kept for you: it may have been deleted or "
                 "forgotten, or be of another 'cache_salt' or another server.",

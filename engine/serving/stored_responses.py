@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from raydix.engine.api.openai_responses.answers import cancelled, failed, under_way
+from raydix.engine.api.openai_responses.conversations import CONVERSATION
 from raydix.engine.api.openai_responses.items import with_ids
 from raydix.engine.api.openai_responses.stored import (
     REVISION_BYTES,
@@ -54,9 +55,9 @@ class StoredResponses:
         previous = spec.turn.previous
         name = self._name(previous, tenant, spec.retention.salt)
         found = await self._keeper.find_response(name, True)
-        earlier = [StoredResponse.decode(data) for data in found]
-        if not earlier:
+        if not found or found[-1].startswith(CONVERSATION):  # conversations lie in the same store
             raise _not_found(previous, "previous_response_id")
+        earlier = [StoredResponse.decode(data) for data in found]
         # The first one known has another before it, so the conversation's beginning is missing.
         if (gone := earlier[0].previous) is not None:
             raise ResponseNotFoundError(
@@ -175,13 +176,14 @@ class StoredResponses:
     async def delete(self, response_id: str, tenant: Tenant, cache_salt: str | None) -> None:
         """Forget a response; errors as `find`."""
         name = self._name(response_id, tenant, cache_salt)
-        if not await self._keeper.delete_response(name):
+        await self._found(name, response_id)
+        if not await self._keeper.delete_response(name):  # deleted meanwhile
             raise _not_found(response_id, "response_id")
 
     async def _found(self, name: bytes, response_id: str) -> tuple[bytes, StoredResponse]:
         """The data of a name, and the response in it."""
         found = await self._keeper.find_response(name, False)
-        if not found:
+        if not found or found[0].startswith(CONVERSATION):
             raise _not_found(response_id, "response_id")
         return found[0], StoredResponse.decode(found[0])
 

@@ -46,6 +46,29 @@ def texts(items: list[Any]) -> list[str]:
     return [item["content"][0]["text"] for item in items]
 
 
+def test_an_id_of_the_other_kind_is_not_found(served: Served) -> None:
+    """Responses and conversations lie in one store."""
+
+    async def run() -> None:
+        conversation_id = await create(items=[USER])
+        response_id = (await call(app, "POST", "/v1/responses", body_of("responses", store=True))).json["id"]
+        replies = [
+            await send("GET", f"/{response_id}"),
+            await send("POST", f"/{response_id}", metadata={}),
+            await send("DELETE", f"/{response_id}"),
+            await respond(response_id),
+            await call(app, "GET", f"/v1/responses/{conversation_id}"),
+            await call(app, "DELETE", f"/v1/responses/{conversation_id}"),
+            await call(app, "POST", f"/v1/responses/{conversation_id}/cancel"),
+            await call(app, "POST", "/v1/responses", body_of("responses", previous_response_id=conversation_id)),
+        ]
+        assert [reply.status for reply in replies] == [404, 404, 404, 400, 404, 404, 404, 404]
+        assert (await send("GET", f"/{conversation_id}")).status == 200
+        assert (await call(app, "GET", f"/v1/responses/{response_id}")).status == 200
+
+    served(Replica(), run)
+
+
 def test_a_conversation_is_kept_changed_and_deleted(served: Served) -> None:
     async def run() -> None:
         created = (await send("POST", metadata={"topic": "x"}, items=[USER])).json
