@@ -62,7 +62,7 @@ def test_an_id_of_the_other_kind_is_not_found(served: Served) -> None:
             await call(app, "POST", f"/v1/responses/{conversation_id}/cancel"),
             await call(app, "POST", "/v1/responses", body_of("responses", previous_response_id=conversation_id)),
         ]
-        assert [reply.status for reply in replies] == [404, 404, 404, 400, 404, 404, 404, 404]
+        assert [reply.status for reply in replies] == [404, 404, 404, 400, 404, 404, 404, 400]
         assert (await send("GET", f"/{conversation_id}")).status == 200
         assert (await call(app, "GET", f"/v1/responses/{response_id}")).status == 200
 
