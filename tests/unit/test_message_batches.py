@@ -216,6 +216,11 @@ def test_tenants_have_batches_of_their_own(serving: Serving) -> None:
         ({"requests": [asked("a"), asked("b"), asked("a")]}, "requests[0] has the same"),
         ({"requests": [{"custom_id": "a", "params": []}]}, "'requests[0].params' must be an object"),
         ({"requests": [asked(str(n)) for n in range(4)]}, "at most 3 elements, got 4"),
+        pytest.param(
+            b'{"requests": [{"custom_id": "a", "params": {"a": %s%s}}]}' % (b"[" * 300, b"]" * 300),
+            "'requests[0].params' is nested too deeply",
+            id="nested",
+        ),
     ],
     ids=str,
 )

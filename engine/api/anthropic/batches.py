@@ -67,7 +67,11 @@ def lines_of(body: bytes, max_lines: int | None) -> tuple[bytes, int]:
             raise RequestError(f"'{param}' must be unique, and requests[{other}] has the same.", param=param)
         if not isinstance(params := request.get("params"), dict):
             raise RequestError(f"'{name}.params' must be an object, got {describe(params)}.", param=f"{name}.params")
-        lines.append(orjson.dumps({"custom_id": custom_id, "method": "POST", "url": MESSAGES, "body": params}))
+        line = {"custom_id": custom_id, "method": "POST", "url": MESSAGES, "body": params}
+        try:
+            lines.append(orjson.dumps(line))
+        except orjson.JSONEncodeError:  # what was read from JSON has one fault only: orjson writes 254 levels
+            raise RequestError(f"'{name}.params' is nested too deeply.", param=f"{name}.params") from None
     return b"\n".join(lines) + b"\n", len(lines)
 
 
