@@ -324,7 +324,9 @@ class Grammars:
 
         try:
             return self._followed(request)
-        except GrammarError:
+        except GrammarError as error:
+            if _is_of_the_place(str(error)):
+                raise
             self._renew(request)
             return self._followed(request)
 
@@ -387,6 +389,8 @@ class Grammars:
         """Compute the first mask of a place alone, by a new matcher, or by one of the grammar compiled again: neither a
         draft nor other answers may end the request."""
         bits[place.at : place.at + 1 + len(place.draft)] = 0
+        if _is_of_the_place(self._matcher(request).state.get_error()):
+            return
         lost: Exception | None = None
         for begin_again in (partial(self.forget, request.request_id), partial(self._renew, request)):
             try:
@@ -454,6 +458,12 @@ class Grammars:
         matcher.forces_long_texts = grammar.digest in self._long
         self._matchers[request.request_id] = request.assignment.attempt, matcher
         return matcher
+
+
+def _is_of_the_place(error: str) -> bool:
+    """True for an error that a matcher of the same grammar compiled again would have at this place, too: the place has
+    more ways to go on than llguidance allows. Compiling such a grammar takes a second in which all streams wait."""
+    return " items; max is " in error
 
 
 def _num_consumed(matcher: "Matcher", token_ids: Sequence[int]) -> int:

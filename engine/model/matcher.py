@@ -67,10 +67,12 @@ class Matcher:
     def follow(self, token_ids: Sequence[int], start: int = 0) -> None:
         """Consume the new tokens of an answer, which is `token_ids` from `start` on.
 
-        Raises GrammarError if the grammar forbids one of them.
+        Raises GrammarError if the grammar forbids one of them, or cannot tell.
         """
         new = token_ids[start + self.num_consumed :]
         if new and self.consume(new) < len(new):
+            if self.state.is_error():
+                raise GrammarError(self.reason())
             raise GrammarError("the grammar does not allow the tokens generated so far")
 
     def consume(self, token_ids: Sequence[int]) -> int:

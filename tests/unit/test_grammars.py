@@ -520,3 +520,22 @@ def test_answers_do_not_fail_by_what_others_have_computed(monkeypatch: pytest.Mo
             assert answer[position] in allowed(mask)
             own.token_ids.append(answer[position])
     assert 1 < len(compiling) <= 3 * len(running), "the limit was reached, and not by each token"
+
+
+def test_a_place_with_too_many_ways_to_go_on_ends_its_request_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grammar is not compiled again, which would take a second of everybody's time and give the same error."""
+    grammars, compiling = make_grammars(), list[Grammar]()
+    properties = {f"p{number}": {"type": "string"} for number in range(1500)}
+    wide = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": properties}))
+    compile_it = grammars.compile
+
+    def counted(grammar: Grammar) -> LLMatcher:
+        compiling.append(grammar)
+        return compile_it(grammar)
+
+    monkeypatch.setattr(grammars, "compile", counted)
+    own = request("r", wide, max_tokens=99)
+    assert not masks_of(grammars, own).dead_ends
+    own.token_ids += ids('{"')
+    assert "items; max is" in masks_of(grammars, own).dead_ends[0]
+    assert len(compiling) == 1
