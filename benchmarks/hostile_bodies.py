@@ -26,6 +26,8 @@ NESTED = 6
 UNBOUNDED = 1 << 62
 SMALL_DEPTH = 24
 """Levels of a deep value that readers do take."""
+READ_DEPTH = 900
+"""Levels that orjson reads, up to 1,024, and does not write, beyond 254."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +243,8 @@ class _Maker:
 
     def _depths(self) -> tuple[tuple[str, int], ...]:
         # json.dumps recurses, too: what it does not write is made as text by `_encoded`
-        return ("deep", SMALL_DEPTH), ("deepest", min(DEPTH, self._sizes.value_bytes // 2))
+        deepest = min(DEPTH, self._sizes.value_bytes // 2)
+        return ("deep", SMALL_DEPTH), ("too deep to be written", READ_DEPTH), ("deepest", deepest)
 
     def _repeated(self, value: Any, most: int = UNBOUNDED) -> list[Any]:
         return [value] * min(most, self._sizes.value_bytes // (len(json.dumps(value, separators=(",", ":"))) + 1))

@@ -1,8 +1,9 @@
 """The corpus of hostile bodies covers every field of every route, within the limit of a body."""
 
 import json
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -12,6 +13,11 @@ from benchmarks.hostile_bodies import BodySizes, HostileBody, fields_of, hostile
 from raydix.engine.api.openapi import document as document_of
 from raydix.engine.api.requests import ChatCompletionRequest
 from raydix.engine.api.routes import ROUTES
+from tests.unit.ingress import call
+from tests.unit.served_app import app
+from tests.unit.test_batch_routes import quick, serving
+
+__all__ = ["quick", "serving"]
 
 SMALL = BodySizes(max_body_bytes=16 << 10)
 """A corpus of small bodies has the same cases."""
@@ -77,3 +83,25 @@ def test_a_new_field_and_its_bounds_are_covered_by_themselves() -> None:
     assert max(len(each["names"]) for each in sent if "names" in each) == 5
     assert max(len(name) for each in sent for name in each.get("names", ())) == 7
     assert max(len(each["text"]) for each in sent) == SMALL.value_bytes
+
+
+def test_no_deep_body_is_a_fault_of_the_server(bodies: Sequence[HostileBody], serving: Callable[..., Any]) -> None:
+    """Levels that are read may be too many to be written, and either may be more than a parser takes."""
+    deep = [
+        body
+        for body in bodies
+        if body.case.endswith((": deep", ": deepest", ": deep schema", ": too deep to be written"))
+    ]
+    assert len({body.path for body in deep}) > 10
+    assert any(body.path == "/v1/messages/batches" and body.case.endswith("deep schema") for body in deep)
+
+    async def send_all() -> list[str]:
+        faults = []
+        for body in deep:
+            path = re.sub(r"\{\w+\}", "unknown", body.path)
+            reply = await call(app, "POST", path, body.data(), headers={"content-type": body.content_type})
+            if reply.status >= 500:
+                faults.append(f"{reply.status} {body.name}")
+        return faults
+
+    assert serving(send_all) == []
