@@ -19,6 +19,8 @@ DECODES_PER_STEP = 256
 """So many decodes make a step twice as long, the directory thinks; at constant rates they do not, but a choice between
 decode workers needs a reason."""
 STEP_COSTS = ("step_s", "prefill_token_s", "decode_token_s", "pair_s")
+NOT_REPLAYED = ("draft_token_s", "pair_share")
+"""Costs that a file may leave out: a replay makes no drafts, and takes the weights of contexts from `pair_s` alone."""
 
 
 class Speeds(Protocol):
@@ -150,7 +152,7 @@ def read_costs(path: Path) -> WorkerCosts:
     names = [field.name for field in fields(WorkerCosts)]
     if unknown := sorted(values.keys() - set(names)):
         raise ReplayError(f"{path.name}: unknown {_list(unknown)}; there are {', '.join(names)}")
-    if missing := [name for name in names if name not in values and name != "draft_token_s"]:  # no drafts in a replay
+    if missing := [name for name in names if name not in values and name not in NOT_REPLAYED]:
         raise ReplayError(f"{path.name}: {_list(missing)} missing")
 
     costs = WorkerCosts(**{name: _number(values, name, path) for name in values})

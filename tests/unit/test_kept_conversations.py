@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from raydix.engine.api.openai_responses.conversations import MAX_ADDED, MAX_BYTES, MAX_METADATA
+from raydix.engine.api.openai_responses.conversations import (
+    CONVERSATION,
+    MAX_ADDED,
+    MAX_BYTES,
+    MAX_METADATA,
+    REVISION_BYTES,
+    Conversation,
+    beginning_of,
+    encoded,
+)
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from raydix.engine.core.types import FinishReason
 from tests.unit.ingress import ANSWER, Replica, Reply, Served, body_of, call
@@ -44,6 +53,14 @@ async def items_of(conversation_id: str, query: str = "?order=asc&limit=100") ->
 
 def texts(items: list[Any]) -> list[str]:
     return [item["content"][0]["text"] for item in items]
+
+
+def test_any_revision_leaves_the_conversation_as_it_is() -> None:
+    for revision in (bytes(REVISION_BYTES), CONVERSATION * REVISION_BYTES, b"~" * REVISION_BYTES):
+        conversation = Conversation(7, {"topic": "x"}, ({"id": "a"},))
+        data = encoded(conversation, revision)
+        assert Conversation.decode(data) == conversation
+        assert beginning_of(data) == CONVERSATION + revision
 
 
 def test_an_id_of_the_other_kind_is_not_found(served: Served) -> None:

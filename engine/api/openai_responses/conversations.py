@@ -173,13 +173,14 @@ class Conversation:
 
 
 def encoded(conversation: Conversation, revision: bytes) -> bytes:
-    """A conversation as bytes."""
-    return beginning_of(revision) + orjson.dumps(asdict(conversation))
+    """A conversation as bytes. `revision`, of `REVISION_BYTES` random bytes, tells these from all others."""
+    assert len(revision) == REVISION_BYTES
+    return CONVERSATION + revision + orjson.dumps(asdict(conversation))
 
 
 def beginning_of(data: bytes) -> bytes:
-    """The beginning of a conversation's data, by a revision or by the data themselves."""
-    return CONVERSATION + data.removeprefix(CONVERSATION)[:REVISION_BYTES]
+    """The beginning of a conversation's data, with its revision."""
+    return data[: len(CONVERSATION) + REVISION_BYTES]
 
 
 def new_id() -> str:
