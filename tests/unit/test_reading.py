@@ -521,8 +521,9 @@ def test_requests_outlast_kills_of_all_processes() -> None:
     with_readers(work, num_processes=3)
 
 
-HOSTILE_EBNF = "".join(f"r{index} ::= r{index + 1}\n" for index in range(9000)) + 'r9000 ::= "a"\nroot ::= r0'
-"""A chain of rules, each of which llguidance's converter finds to be a terminal in a pass of its own."""
+HOSTILE_EBNF = "".join(f"r{index} ::= r{index + 1}\n" for index in range(20_000)) + 'r20000 ::= "a"\nroot ::= r0'
+"""A chain of rules, each of which llguidance's converter finds to be a terminal in a pass of its own. On a fast machine
+the passes of half as many end within a reader's time, and then the converter overflows its stack."""
 
 
 def test_a_request_that_uses_up_its_time_is_refused_and_not_tried_again() -> None:
