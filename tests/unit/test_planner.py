@@ -84,6 +84,18 @@ def test_all_prefill_where_no_division_has_room_for_the_prompts() -> None:
     assert divide(3, load(9.0, 3), TIGHT, Division(2, 1)) == Division(2, 1)
 
 
+@pytest.mark.parametrize("tpot_s", [0.001, 0.01])
+def test_prompts_and_answers_part_where_no_worker_keeps_the_token_time(tpot_s: float) -> None:
+    """A single stream misses the objective: apart from the prompts tokens come as near to it as they can."""
+    missed = Objectives(2.0, tpot_s)
+    crowded = load(1.8, 20)
+    assert pressure(3, TOGETHER, crowded, missed) == pressure(3, Division(1, 2), crowded, missed) == inf
+    assert divide(3, crowded, missed) == divide(3, crowded, missed, Division(2, 1)) == Division(1, 2)
+    assert divide(3, load(9.0, 2), missed) == Division(2, 1), "more prompts than answers"
+    assert divide(3, load(0.0, 20), missed) == TOGETHER, "there is nothing to keep away from the answers"
+    assert divide(3, load(1.8, 0), missed) == TOGETHER
+
+
 def test_a_quiet_pool_stays_as_it_is() -> None:
     assert divide(3, load(0.01, 1), TIGHT, Division(2, 1)) == Division(2, 1)
 

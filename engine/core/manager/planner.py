@@ -12,7 +12,8 @@
 The division of the lowest pressure is taken. Where even that has too many prompts, all workers do both if tokens stay
 in time: so all of them prefill. Another one than the present takes its place only with a pressure lower by `MARGIN`,
 and only where the present one is above `IDLE`. Without a TPOT objective all workers do both: a role separates
-answers from prompts for the sake of the token time.
+answers from prompts for the sake of the token time. An objective that a worker misses with a single stream and no
+prompt would make all pressures infinite, and tell no division from another: this token time takes its place.
 """
 
 from bisect import bisect_left
@@ -71,7 +72,8 @@ def divide(num_workers: int, load: PoolLoad, objectives: Objectives, now: Divisi
     """The division of `num_workers` that suits the load. `now`: the present one."""
     if objectives.tpot_s is None or num_workers < 2:
         return TOGETHER
-    tpot_s = objectives.tpot_s
+    # At least the token time of a single stream: otherwise no worker may have a stream, and every pressure is infinite.
+    tpot_s = max(objectives.tpot_s, _mean_step_s(load, 1, busy=0.0))
     prompts = prefill_load(load, objectives)
 
     def pressure(division: Division) -> float:
