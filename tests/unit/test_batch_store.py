@@ -258,6 +258,13 @@ def test_open_batches_count_as_their_tenants_bytes(tmp_path: Path) -> None:
     assert stores.files.room("a")[0] == LIMITS.tenant_bytes - before - 1000
 
 
+def test_open_batches_of_a_tenant_whose_name_begins_alike_are_not_counted(tmp_path: Path) -> None:
+    stores = Stores(tmp_path)
+    before = stores.files.bytes_of("al")
+    stores.begin(BATCH, "alice")
+    assert stores.files.bytes_of("alice") > 0 and stores.files.bytes_of("al") == before
+
+
 def test_what_is_not_whole_is_no_batch(tmp_path: Path) -> None:
     """A folder without its files: of another version, or damaged by hand."""
     stores = Stores(tmp_path)
