@@ -161,6 +161,9 @@ class ManagerClient(ActorClient):
     def admit(self, requests: Sequence[AdmitRequest]) -> Awaitable[list[Admission | Late | Paused | None]]:
         return _sent(self.handle.admit.remote(requests))
 
+    def ask_again(self, request_ids: Sequence[str]) -> Awaitable[list[Paused | None]]:
+        return _sent(self.handle.ask_again.remote(request_ids))
+
     def settle(self, ingress_id: str, first_tokens: Sequence[FirstToken], ended: Sequence[Ended]) -> Awaitable[None]:
         return _sent(self.handle.settle.remote(ingress_id, first_tokens, ended))
 

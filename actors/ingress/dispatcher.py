@@ -29,6 +29,7 @@ from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.instructions import (
     Abort,
     Admit,
+    AskAgain,
     AskWorkers,
     AttemptLost,
     DeliverTokens,
@@ -48,7 +49,7 @@ from raydix.engine.core.ingress.instructions import (
     WorkerSilent,
 )
 from raydix.engine.core.log_fields import about
-from raydix.engine.core.types import AdmitRequest, AttemptName, BlockHash, TokenEvent, WorkerInfo
+from raydix.engine.core.types import AdmitRequest, AttemptName, BlockHash, Paused, TokenEvent, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,8 @@ class Dispatcher:
         self._asking: set[bool] = set()
         """The kinds of questions about workers that the manager has not answered yet: True for probes."""
         self._admits: list[AdmitRequest] = []
+        self._again: list[str] = []
+        """Paused requests that are to ask again."""
         self._is_flush_due = False
         self._is_starting_worker = False
         self._retry: asyncio.TimerHandle | None = None
@@ -171,7 +174,7 @@ class Dispatcher:
         for instruction in instructions:
             self._carry_out_one(instruction)
         # What one turn of the event loop gathers goes out as one call for each receiver.
-        if self._admits or self._dispatch.has_unsent:
+        if self._admits or self._again or self._dispatch.has_unsent:
             self._flush_soon()
         self._set_timer()
 
@@ -183,6 +186,8 @@ class Dispatcher:
                 delivery.arrived.set()
             case Admit(request):
                 self._admits.append(request)
+            case AskAgain(request_id):
+                self._again.append(request_id)
             case Follow(worker_id, epoch):
                 self._background.start(self._find(worker_id, epoch))
             case Read(worker_id, epoch):
@@ -250,6 +255,9 @@ class Dispatcher:
         if self._admits:
             requests, self._admits = self._admits, []
             self._background.start(self._admit(requests))
+        if self._again:
+            names, self._again = self._again, []
+            self._background.start(self._ask_again(names))
 
     def _set_timer(self) -> None:
         """Have `Dispatch.tick` called when a request is to be admitted again."""
@@ -281,6 +289,16 @@ class Dispatcher:
         for request, admission in zip(requests, admissions, strict=True):
             now = time.monotonic()
             self._carry_out(self._dispatch.admitted(request.request_id, request.attempt, admission, now))
+
+    async def _ask_again(self, request_ids: list[str]) -> None:
+        answers: Sequence[Paused | None]
+        try:
+            answers = await self._manager.ask(
+                lambda manager: manager.ask_again(request_ids), timeout_s=ADMIT_TIMEOUT_S, is_prompt=True
+            )
+        except ServiceError:
+            answers = [None] * len(request_ids)
+        self._carry_out(self._dispatch.asked_again(dict(zip(request_ids, answers, strict=True)), time.monotonic()))
 
     async def _ask_workers(self, *, is_probe: bool = False) -> None:
         """Ask the manager for the workers; a silent manager only if `is_probe`."""

@@ -229,6 +229,11 @@ class KVCacheManager:
             admissions.append(self._memory.with_continuations(admission, request))
         return admissions
 
+    async def ask_again(self, request_ids: Sequence[str]) -> list[Paused | None]:
+        """Ask for the turns of paused requests' sessions; None: the request is to be admitted (`admit`)."""
+        self.succession.check_not_retired()
+        return self._directory.ask_again(request_ids, time.time())
+
     async def settle(self, ingress_id: str, first_tokens: Sequence[FirstToken], ended: Sequence[Ended]) -> None:
         """Record first tokens of attempts and ends of requests, all of one ingress replica."""
         self.succession.check_not_retired()

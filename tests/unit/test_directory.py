@@ -27,6 +27,7 @@ from raydix.engine.core.types import (
     FinishReason,
     Handover,
     Outcome,
+    Paused,
     Role,
     SegmentHeader,
 )
@@ -932,6 +933,44 @@ def test_a_session_without_room_waits_for_its_turn(make_directory: MakeDirectory
     [attempt] = orjson.loads(orjson.dumps(choice))["attempts"]
     assert choice["paused"] is None
     assert attempt["session"] == {"requests": 2, "blocks": 4, "pauses": 1, "paused_s": 1.5}
+
+
+@pytest.fixture
+def waiting(make_directory: MakeDirectory) -> Directory:
+    """One session, of the request a1, has its turn; b1 waits for another session's."""
+    directory = make_directory(turns=TurnLimits(quantum_s=10.0))
+    join(directory, "w", Role.MIXED)
+    directory.fleet.measured("w", 1, None, 5, 5, num_blocks=5)
+    for name in ("a", "b"):
+        admit(directory, name, *prompt(name, 2))
+        directory.end_request(name, 0.0)
+    admit(directory, "a1", *prompt("a", 3))
+    directory.first_token("a1", 0, 0.1)
+    with pytest.raises(PausedError):
+        admit(directory, "b1", *prompt("b", 3))
+    return directory
+
+
+def test_a_waiting_request_asks_by_its_id_until_it_may_go_on(waiting: Directory) -> None:
+    assert waiting.ask_again(["b1", "unknown"], 1.0) == [Paused(0, 1, 4, 1.0), None]
+    waiting.sessions.stopped("a1", FinishReason.STOP)
+    waiting.end_request("a1", 1.0)
+    assert waiting.ask_again(["b1"], 1.5) == [None]
+    admit(waiting, "b1", *prompt("b", 3))
+    assert waiting.turns.num_paused == 0
+
+
+def test_a_waiting_request_whose_client_leaves_waits_no_more(waiting: Directory) -> None:
+    waiting.end_request("b1", 1.0)
+    assert waiting.turns.num_paused == 0 and explained(waiting, "b1", None, 1.0) == []
+
+
+def test_nobody_waits_once_turns_are_switched_off(waiting: Directory) -> None:
+    """No session is tied to the worker of its place any more, either."""
+    waiting.change_limits(16, waiting.costs.prior, ())
+    assert waiting.turns.num_paused == waiting.turns.num_placed == 0
+    assert waiting.ask_again(["b1"], 1.0) == [None]
+    admit(waiting, "b1", *prompt("b", 3))
 
 
 def test_a_failover_a_late_prompt_and_a_worker_of_unknown_size_wait_for_no_turn(make_directory: MakeDirectory) -> None:

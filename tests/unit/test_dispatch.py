@@ -14,6 +14,7 @@ from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.instructions import (
     Abort,
     Admit,
+    AskAgain,
     AskWorkers,
     AttemptLost,
     DeliverTokens,
@@ -30,6 +31,7 @@ from raydix.engine.core.ingress.instructions import (
     Submit,
     WorkerSilent,
 )
+from raydix.engine.core.manager.turns import SILENT_S
 from raydix.engine.core.objectives import LATE_PRIORITY, Late
 from raydix.engine.core.signs_of_life import COMPUTING_S
 from raydix.engine.core.types import (
@@ -211,37 +213,57 @@ def test_a_start_that_a_lost_manager_told_of_is_waited_for_no_longer() -> None:
     assert now > TIMEOUTS.manager_gone_s, "another manager may know more"
 
 
-def test_a_paused_request_asks_again_until_its_turn() -> None:
-    """Longer than a request waits for a worker, with the names of its blocks from the first time."""
+def paused(num_ahead: int = 0) -> Paused:
+    return Paused(num_ahead, num_placed=2, num_blocks=3, paused_s=0.0)
+
+
+def test_a_paused_request_asks_again_by_its_id_until_its_turn() -> None:
+    """Longer than a request waits for a worker, and its blocks are named once more at the end only."""
     dispatch = make_dispatch(D)
     generation = make_generation()
-    [admit] = of_type(dispatch.begin(generation, 0.0), Admit)
-    paused = Paused(num_ahead=1, num_placed=2, num_blocks=3, paused_s=0.0)
-    for number in range(200):
-        now = number * TIMEOUTS.pause_s
-        assert dispatch.admitted("r", 0, paused, now) == [] and generation.paused is paused
-        assert dispatch.retry_at == now + TIMEOUTS.pause_s
-        [admit] = of_type(dispatch.tick(now + TIMEOUTS.pause_s), Admit)
-        assert admit.request.hashes and admit.request.attempt == 0
+    [first] = of_type(dispatch.begin(generation, 0.0), Admit)
+    assert dispatch.admitted("r", 0, paused(), 0.0) == []
+    now = 0.0
+    while now < 2 * TIMEOUTS.dispatch_s:
+        assert generation.paused is not None and dispatch.retry_at == now + TIMEOUTS.pause_s
+        now += TIMEOUTS.pause_s
+        assert dispatch.tick(now) == [AskAgain("r")] and dispatch.retry_at is None
+        assert dispatch.asked_again({"r": paused()}, now) == []
         dispatch.check_integrity()
-    dispatch.admitted("r", 0, admission_of(prefill="d"), 50.0)
+    now += TIMEOUTS.pause_s
+    assert dispatch.tick(now) == [AskAgain("r")]
+    [last] = of_type(dispatch.asked_again({"r": None}, now), Admit)
+    assert last == first and last.request.hashes
+    dispatch.admitted("r", 0, admission_of(prefill="d"), now)
     assert generation.paused is None and generation.failure is None
+
+
+@pytest.mark.parametrize(("num_ahead", "pause_s"), [(0, 0.25), (3, 1.0), (7, 2.0), (1000, 2.0)])
+def test_a_paused_request_asks_the_more_seldom_the_more_sessions_go_before(num_ahead: int, pause_s: float) -> None:
+    dispatch = make_dispatch(D)
+    dispatch.begin(make_generation(), 0.0)
+    dispatch.admitted("r", 0, paused(num_ahead), 10.0)
+    assert dispatch.retry_at == 10.0 + pause_s < 10.0 + SILENT_S / 2
 
 
 def test_a_paused_request_whose_client_leaves_asks_no_more() -> None:
     dispatch = make_dispatch(D)
     dispatch.begin(make_generation(), 0.0)
-    dispatch.admitted("r", 0, Paused(0, 1, 3, 0.0), 0.0)
+    dispatch.admitted("r", 0, paused(), 0.0)
+    assert dispatch.tick(0.25) == [AskAgain("r")]
     dispatch.end("r")
+    assert [each.request_id for each in of_type(dispatch.flush(has_manager=True), Settle)[0].ended] == ["r"]
+    assert dispatch.asked_again({"r": paused()}, 0.5) == dispatch.asked_again({"r": None}, 0.5) == []
     assert dispatch.retry_at is None and dispatch.active == []
 
 
 def test_a_paused_request_goes_on_without_the_manager() -> None:
     dispatch = make_dispatch(D)
     generation = make_generation()
-    [admit] = of_type(dispatch.begin(generation, 0.0), Admit)
-    dispatch.admitted("r", 0, Paused(0, 1, 3, 0.0), 0.0)
-    [admit] = of_type(dispatch.tick(0.25), Admit)
+    dispatch.begin(generation, 0.0)
+    dispatch.admitted("r", 0, paused(), 0.0)
+    assert dispatch.tick(0.25) == [AskAgain("r")]
+    [admit] = of_type(dispatch.asked_again({"r": None}, 2.25), Admit)
     assert of_type(dispatch.not_admitted([admit.request], 2.25, is_silent=True), Follow)
     assert generation.paused is None
 

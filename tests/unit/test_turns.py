@@ -27,7 +27,7 @@ class Scene:
         """One question; a session that may go on has a request under way from then on."""
         session = self.sessions.setdefault(name, Session(len(self.sessions), tenant, None, 0))
         workers = [*self.sizes] if idle else []
-        answer = self.turns.ask(session, name, num_blocks, self.sizes, workers, now)
+        answer = self.turns.ask(session, name, num_blocks, self.sizes, lambda _: workers, now)
         if answer is None:
             session.running.add(name)
             session.used_at = now
@@ -36,6 +36,14 @@ class Scene:
             session.last_workers = SessionWorkers(place, place)
         self.turns.check_integrity()
         return answer
+
+    def ask_again(self, *names: str, now: float, idle: bool = False) -> list[Paused | None]:
+        """Questions by ids alone, which give nobody a place."""
+        workers, places = [*self.sizes] if idle else [], self.turns.num_placed
+        answers = self.turns.ask_again(names, self.sizes, lambda _: workers, now)
+        self.turns.check_integrity()
+        assert self.turns.num_placed == places
+        return answers
 
     def end(self, name: str, now: float, stop: FinishReason = FinishReason.TOOL_CALLS) -> None:
         session = self.sessions[name]
@@ -109,13 +117,60 @@ def test_the_next_one_is_of_the_tenant_with_the_fewest_blocks() -> None:
     assert scene.ask("d", 1.75, tenant="crowd") == Paused(1, 3, 30, 0.75)
 
 
+def test_who_asks_again_by_id_is_told_when_to_ask_in_full() -> None:
+    scene = Scene()
+    scene.full()
+    assert scene.ask("d", 1.0) is not None and scene.ask("e", 1.0) is not None
+    assert scene.ask_again("e", "d", now=1.5) == [Paused(1, 3, 30, 0.5), Paused(0, 3, 30, 0.5)]
+    scene.end("b", 2.0, FinishReason.STOP)
+    assert scene.ask_again("d", "e", now=2.5) == [Paused(0, 3, 30, 1.5), Paused(1, 3, 30, 1.5)], "no worker is idle"
+    assert scene.ask_again("d", "e", now=2.5, idle=True) == [None, Paused(1, 3, 30, 1.5)]
+    assert scene.ask("e", 2.5, idle=True) is not None, "the place is the next one's"
+    assert scene.ask("d", 2.75, idle=True) is None
+    assert scene.ask_again("d", "unknown", now=3.0) == [None, None], "who does not pause asks in full"
+
+
+def test_a_question_by_id_keeps_the_place_in_the_queue() -> None:
+    scene = Scene()
+    scene.full()
+    assert scene.ask("d", 0.0) is not None
+    for tick in range(1, 30):
+        [paused] = scene.ask_again("d", now=tick * SILENT_S / 2)
+        assert paused is not None and paused.paused_s == tick * SILENT_S / 2
+
+
+def test_a_pause_ends_with_its_last_request() -> None:
+    scene = Scene()
+    scene.full()
+    scene.ask("d", 1.0)
+    session = scene.sessions["d"]
+    scene.turns.ask(session, "d2", 30, SIZES, lambda _: [], 1.0)
+    assert {*scene.turns.paused(1.0)} == {"d", "d2"}
+    scene.turns.gone("d")
+    scene.turns.check_integrity()
+    assert scene.ask_again("d", "d2", now=2.0) == [None, Paused(0, 3, 30, 1.0)]
+    scene.turns.gone("d2")
+    assert scene.turns.num_paused == 0 and not scene.turns.paused(2.0)
+
+
+def test_a_request_that_turns_out_to_be_of_another_session_waits_with_that_one() -> None:
+    scene = Scene()
+    scene.full()
+    scene.ask("d", 1.0)
+    other = Session(77, "", None, 0)
+    assert scene.turns.ask(other, "d", 30, SIZES, lambda _: [], 2.0) == Paused(0, 3, 30, 0.0)
+    scene.turns.check_integrity()
+    assert scene.turns.num_paused == 1
+
+
 def test_a_session_whose_client_has_left_asks_no_more() -> None:
     scene = Scene()
     scene.full()
     assert scene.ask("d", 1.0) is not None
     assert scene.ask("e", 1.0 + SILENT_S) == Paused(0, 3, 30, 0.0)
     assert scene.turns.num_paused == 1
-    assert [*scene.turns.paused(4.0)] == ["e"]
+    assert [*scene.turns.paused(2.0 + SILENT_S)] == ["e"]
+    assert [*scene.turns.paused(1.0 + 2 * SILENT_S)] == []
 
 
 def test_a_place_that_is_not_used_is_free() -> None:
@@ -125,6 +180,15 @@ def test_a_place_that_is_not_used_is_free() -> None:
         scene.end(name, 5.0)
     assert scene.ask("d", 5.0 + STALE_S) is None
     assert scene.turns.num_placed == 1
+
+
+def test_a_long_answer_keeps_no_stale_place_of_others() -> None:
+    scene = Scene()
+    scene.full()
+    for name in "bc":
+        scene.end(name, 5.0)
+    assert scene.ask("d", 5.0 + STALE_S) is None
+    assert scene.turns.num_placed == 2, "a's answer is under way, and d has come"
 
 
 def test_a_session_larger_than_the_pool_runs_alone() -> None:

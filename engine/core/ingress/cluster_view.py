@@ -28,7 +28,9 @@ class Timeouts:
     retry_s: float = 0.1
     """Between two admissions of a request that no worker could take."""
     pause_s: float = 0.25
-    """Between two questions of a request whose session waits for its turn."""
+    """Between two questions of a request whose session's turn is the next one; as much more for each session before."""
+    longest_pause_s: float = 2.0
+    """Limit of that, far below the time after which the manager takes the request for gone (`turns.SILENT_S`)."""
     dispatch_s: float = 30.0
     """Longest wait of a request for a worker, since the last sign that one may come."""
     worker_silent_s: float = 3.0

@@ -3,7 +3,7 @@
 A request is admitted by the manager, its workers are followed (their token streams are read), it is submitted to them,
 and their tokens are delivered. What goes wrong on the way:
 
-* a request's session is to wait for its turn: ask again every `pause_s`;
+* a request's session is to wait for its turn: ask again every `pause_s`, by its id alone until its turn has come;
 * no worker can take a request: ask again every `retry_s`, as long as a worker may come;
 * the manager is out of reach or silent: the request goes whole to the worker that its session prefers;
 * an admitted worker is not there: forget the worker, release the admission, ask again;
@@ -21,8 +21,8 @@ and their tokens are delivered. What goes wrong on the way:
 `raydix.actors.ingress.dispatcher` carries the instructions out and reports the results; here is no Ray and no clock.
 """
 
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raydix.engine.core.errors import LateError, NoWorkerError, RaydixError, ServiceError, StopsWorkersError
@@ -32,6 +32,7 @@ from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.instructions import (
     Abort,
     Admit,
+    AskAgain,
     AskWorkers,
     AttemptLost,
     DeliverTokens,
@@ -198,6 +199,9 @@ class Dispatch:
             if now >= max(entry.waiting_since, last_sign_at) + self._timeouts.dispatch_s:
                 error = NoWorkerError("no worker is ready to take the request", retry_after_s=5)
                 instructions += self._fail(entry, error)
+            elif entry.generation.paused is not None:
+                self._retries.drop(entry.generation.request_id)
+                instructions.append(AskAgain(entry.generation.request_id))
             else:
                 instructions += self._admit(entry, now)
         return instructions
@@ -220,6 +224,21 @@ class Dispatch:
             self._pause(entry, admission, now)
             return []
         return self._place(entry, admission, now)
+
+    def asked_again(self, answers: Mapping[str, Paused | None], now: float) -> list[Instruction]:
+        """The manager has told paused requests whether they pause still; None: they are to be admitted, which holds for
+        all where the manager has not answered."""
+        instructions: list[Instruction] = []
+        for request_id, paused in answers.items():
+            entry = self._entries.get(request_id)
+            if entry is None:  # Its end has been reported, behind the question.
+                continue
+            if paused is not None:
+                self._view.manager_answered(now)
+                self._pause(entry, paused, now)
+            else:
+                instructions += self._admit(entry, now)
+        return instructions
 
     def not_admitted(self, requests: Iterable[AdmitRequest], now: float, *, is_silent: bool) -> list[Instruction]:
         """The manager is out of reach or silent, so the requests are placed without it. A silent manager may admit the
@@ -391,8 +410,6 @@ class Dispatch:
             return [AskWorkers()]
         self._retries.drop(entry.generation.request_id)
         entry.avoided = tuple(sorted(self._view.avoided))
-        if entry.asked is not None:
-            return [Admit(replace(entry.asked, avoided=entry.avoided))]
         request = entry.generation.admit_request(self._view.root, self._model, self._ingress_id, entry.avoided)
         return [Admit(request)]
 
@@ -400,12 +417,12 @@ class Dispatch:
         """Ask again later for a request that no failure makes wait."""
         generation = entry.generation
         generation.paused, entry.waiting_since = paused, now
-        if entry.asked is None and self._view.root is not None:
-            entry.asked = generation.admit_request(self._view.root, self._model, self._ingress_id, entry.avoided)
-        self._retries.add(generation.request_id, generation.priority, now + self._timeouts.pause_s)
+        # Those far behind ask seldom: a manager with hundreds of them has other things to do.
+        pause_s = min(self._timeouts.longest_pause_s, self._timeouts.pause_s * (1 + paused.num_ahead))
+        self._retries.add(generation.request_id, generation.priority, now + pause_s)
 
     def _place(self, entry: Entry, admission: Admission | None, now: float) -> list[Instruction]:
-        entry.asked = entry.generation.paused = None
+        entry.generation.paused = None
         if admission is None:
             self._retry(entry, now)
             return []

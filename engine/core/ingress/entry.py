@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.instructions import Ping
-from raydix.engine.core.types import Admission, AdmitRequest
+from raydix.engine.core.types import Admission
 
 UNTAKEN_S = 5.0
 """A submission that is not answered after so long counts as answered: either side may have lost it."""
@@ -21,8 +21,6 @@ class Entry:
     admission: Admission | None = None
     avoided: tuple[str, ...] = ()
     """Workers that were silent or doubted when the request was last sent to the manager."""
-    asked: AdmitRequest | None = None
-    """The question of a paused request, which is asked again: naming the blocks of a long prompt takes a while."""
     num_moves: int = 0
     """Attempts that ended because their worker was about to stop."""
 

@@ -11,6 +11,12 @@ class Admit(NamedTuple):
     request: AdmitRequest
 
 
+class AskAgain(NamedTuple):
+    """Ask the manager whether the session of a paused request has its turn."""
+
+    request_id: str
+
+
 class Follow(NamedTuple):
     """Find a worker incarnation."""
 
@@ -154,6 +160,7 @@ class ModelDiffers(NamedTuple):
 
 Instruction: TypeAlias = (
     Admit
+    | AskAgain
     | Follow
     | Read
     | Submit

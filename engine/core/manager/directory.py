@@ -124,6 +124,8 @@ class Directory:
         self.costs = replace(self.costs, piggyback_tokens=piggyback_tokens, prior=prior)
         self.fleet.change_prior(prior)
         self.turns.limits, self.turns.weights = turns, weights_of(tenants)
+        if not turns.quantum_s:
+            self.turns.clear()
         self.stock.segments.limit(tenants)
 
     # Workers
@@ -330,6 +332,14 @@ class Directory:
         instructions += supply.pass_over(request.avoided, request.hashes)
         return admission, instructions
 
+    def ask_again(self, request_ids: Sequence[str], now: float) -> list[Paused | None]:
+        """Paused requests ask for their sessions' turns again, by their ids alone; None: `admit` is to be asked."""
+        sizes = self._sizes_of_turns()
+        if sizes is None:
+            return [None] * len(request_ids)
+        block_size = self.costs.block_size
+        return self.turns.ask_again(request_ids, sizes, lambda num_blocks: self._idle_for(num_blocks * block_size), now)
+
     def first_token(self, request_id: str, attempt: int, ttft_s: float) -> Decision | None:
         """Take an attempt with a finished prefill off its worker's queue. `ttft_s`: since the admission.
 
@@ -347,7 +357,9 @@ class Directory:
         return reservation is not None and reservation.admission.attempt > attempt
 
     def end_request(self, request_id: str, now: float) -> list[Instruction]:
-        """End a request, for whatever reason: drop the leases, the load and the promises to compute."""
+        """End a request, for whatever reason: drop the leases, the load, the promises to compute and the wait for its
+        session's turn."""
+        self.turns.gone(request_id)
         reservation = self._reservations.pop(request_id, None)
         if reservation is None:
             return []
@@ -389,20 +401,30 @@ class Directory:
 
     def _turn_of(self, session: Session, request: AdmitRequest, now: float) -> Paused | None:
         """Ask for a session's turn; None: it may go on."""
+        sizes = self._sizes_of_turns()
+        if sizes is None:
+            return None
+        footprint = self.sessions.footprint(session, len(request.hashes))
+        num_tokens = request.num_tokens
+        return self.turns.ask(session, request.request_id, footprint, sizes, lambda _: self._idle_for(num_tokens), now)
+
+    def _sizes_of_turns(self) -> dict[str, int] | None:
+        """All blocks of the pool of each worker that may have places; None while nobody takes turns."""
         if not self.turns.limits.quantum_s:
             return None
         workers = [each for each in self.fleet.values() if each.role is not Role.PREFILL and not each.is_leaving]
         sizes = {each.worker_id: each.num_blocks for each in workers if each.num_blocks}
         # A worker of a size that is not known yet may have room for anybody.
-        if len(sizes) < len(workers) or not sizes:
-            return None
-        idle = {each.worker_id for each in workers if each.queued_us <= IDLE * self._computing_us(each, request)}
-        footprint = self.sessions.footprint(session, len(request.hashes))
-        return self.turns.ask(session, request.request_id, footprint, sizes, idle, now)
+        return None if len(sizes) < len(workers) or not sizes else sizes
 
-    def _computing_us(self, worker: WorkerRecord, request: AdmitRequest) -> float:
-        """Predicted time of computing a whole prompt on a worker."""
-        return US_PER_S * worker.costs.prefill_s(request.num_tokens, 0, worker.token_budget, len(worker.decoding))
+    def _idle_for(self, num_tokens: int) -> set[str]:
+        """Workers whose queues are short beside the time of computing a whole prompt of so many tokens."""
+
+        def is_idle(worker: WorkerRecord) -> bool:
+            computing_s = worker.costs.prefill_s(num_tokens, 0, worker.token_budget, len(worker.decoding))
+            return worker.queued_us <= IDLE * US_PER_S * computing_s
+
+        return {each.worker_id for each in self.fleet.values() if is_idle(each)}
 
     def _avoided(self, session: Session | None, request: AdmitRequest) -> Sequence[str]:
         """Workers that a request avoids. While sessions pause, also those where its session has no place: there it

@@ -15,14 +15,15 @@ that are computed again delay those that are cached by no more than one of them.
 the fewest blocks in places, by weight, and there the one that has paused longest. A place moves to another worker where
 only that one has room.
 
-A pause is an answer to a request that asks again, so nobody has to be told when it ends: a session whose client has
-left asks no more, and is forgotten after `SILENT_S`.
+A pause is an answer to a request that asks again by its id alone, so nobody has to be told when it ends; it asks in
+full, with its blocks, when it may go on. A pause ends with the last of its requests, and after `SILENT_S` without a
+question.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 from raydix.engine.core.manager.sessions import Session
 from raydix.engine.core.types import FinishReason, Paused
@@ -32,8 +33,9 @@ FILL = 0.95
 PATIENCE_S = 20.0
 """A session that has been idle for less keeps its place, unless its last answer ended a turn: tools mostly take a few
 seconds, and people minutes."""
-SILENT_S = 2.0
-"""A paused session that has not asked for so long has left."""
+SILENT_S = 10.0
+"""A paused session that has not asked for so long has left together with its ingress replica. Longer than a manager or
+a replica may stand still: a session whose pause is forgotten begins another one behind all others."""
 STALE_S = 600.0
 """A place of a session that has not asked for so long is free, whether or not another one needs the room."""
 
@@ -44,6 +46,10 @@ class TurnLimits(NamedTuple):
     quantum_s: float = 300.0
     """Time after which a session that pauses gets the place of one that has had it for as long; 0: no session ever
     pauses."""
+
+
+IdleFor: TypeAlias = Callable[[int], Container[str]]
+"""Workers that could begin at once to compute a prompt of so many blocks."""
 
 
 class PausedError(Exception):
@@ -68,10 +74,17 @@ class _Place:
 @dataclass(slots=True, eq=False)
 class _Pause:
     session: Session
-    request_id: str
     size: int
     since: float
     asked_at: float
+    requests: set[str] = field(default_factory=set)
+    """Requests of the session that wait: at least one."""
+
+
+class _Room(NamedTuple):
+    worker: str
+    leaving: Sequence[int]
+    """Sessions that lose their places for it."""
 
 
 class Turns:
@@ -88,6 +101,8 @@ class Turns:
         """The one that asked longest ago first."""
         self._pauses: dict[int, _Pause] = {}
         """In the order in which the pauses began."""
+        self._waiting: dict[str, _Pause] = {}
+        """The pause of each request that waits."""
         self._placed: Counter[str] = Counter()
         """Blocks in places, by worker."""
         self._tenants: Counter[str] = Counter()
@@ -112,11 +127,10 @@ class Turns:
         request_id: str,
         num_blocks: int,
         sizes: Mapping[str, int],
-        idle: Container[str],
+        idle_for: IdleFor,
         now: float,
     ) -> Paused | None:
-        """A request of a session that needs `num_blocks` asks for its turn; None: the session has a place. `idle`:
-        workers that could begin to compute its prompt at once."""
+        """A request of a session that needs `num_blocks` asks for its turn; None: the session has a place."""
         self._forget(sizes, now)
         place = self._places.get(session.number)
         if place is not None:
@@ -126,36 +140,81 @@ class Turns:
                 return None
             self._leave(session.number)
 
+        waiting = self._waiting.get(request_id)
+        if waiting is not None and waiting.session is not session:
+            self.gone(request_id)
         pause = self._pauses.get(session.number)
         if pause is None:
-            pause = self._pauses[session.number] = _Pause(session, request_id, num_blocks, now, now)
-        pause.asked_at, pause.request_id, pause.size = now, request_id, num_blocks
+            pause = self._pauses[session.number] = _Pause(session, num_blocks, now, now)
+        pause.asked_at, pause.size = now, num_blocks
+        pause.requests.add(request_id)
+        self._waiting[request_id] = pause
         order = self._order()
-        if order[0] is pause and self._enter(pause, sizes, idle, now):
-            session.num_pauses += now > pause.since
-            session.paused_s += now - pause.since
+        room = self._room_for(pause, sizes, idle_for, now) if order[0] is pause else None
+        if room is not None:
+            self._enter(pause, room, now)
             return None
-        return self._told(pause, order, now)
+        return self._told(pause, order.index(pause), now)
+
+    def ask_again(
+        self, request_ids: Sequence[str], sizes: Mapping[str, int], idle_for: IdleFor, now: float
+    ) -> list[Paused | None]:
+        """Waiting requests ask again; None: the request is to ask in full, since its session may have a place then, or
+        its pause is not known."""
+        for pause in map(self._waiting.get, request_ids):
+            if pause is not None:
+                pause.asked_at = now
+        self._forget(sizes, now)
+        order = self._order()
+        # Only the next session is promised a place, so that no other one takes it before the request asks in full.
+        is_next_due = bool(order) and self._room_for(order[0], sizes, idle_for, now) is not None
+        ranks = {pause.session.number: rank for rank, pause in enumerate(order)}
+
+        def answer(pause: _Pause | None) -> Paused | None:
+            rank = 0 if pause is None else ranks[pause.session.number]
+            return None if pause is None or (rank == 0 and is_next_due) else self._told(pause, rank, now)
+
+        return [answer(self._waiting.get(request_id)) for request_id in request_ids]
+
+    def gone(self, request_id: str) -> None:
+        """A request waits no longer; with the last one of its session the pause ends."""
+        pause = self._waiting.pop(request_id, None)
+        if pause is not None:
+            pause.requests.discard(request_id)
+            if not pause.requests:
+                del self._pauses[pause.session.number]
+
+    def clear(self) -> None:
+        """Forget all places and pauses: nobody takes turns any more."""
+        for each in (self._places, self._pauses, self._waiting, self._placed, self._tenants):
+            each.clear()
 
     def paused(self, now: float) -> dict[str, tuple[Session, Paused]]:
         """The paused requests by id, each with its session and the answer that it gets."""
-        order = self._order()
-        return {pause.request_id: (pause.session, self._told(pause, order, now)) for pause in order}
+        order = [pause for pause in self._order() if now - pause.asked_at < SILENT_S]
+        return {
+            request_id: (pause.session, self._told(pause, rank, now))
+            for rank, pause in enumerate(order)
+            for request_id in sorted(pause.requests)
+        }
 
     def check_integrity(self) -> None:
-        """Assert that sums agree with the places, and that no session has a place and pauses."""
+        """Assert that sums agree with the places, that no session has a place and pauses, and that each pause is that
+        of its requests."""
         assert not self._places.keys() & self._pauses.keys()
+        assert all(pause.requests for pause in self._pauses.values())
+        assert self._waiting == {name: pause for pause in self._pauses.values() for name in pause.requests}
         workers, tenants = Counter[str](), Counter[str]()
         for number, place in self._places.items():
             assert place.session.number == number and place.size > 0
             workers[place.worker] += place.size
             tenants[place.session.tenant] += place.size
-        assert +self._placed == workers and +self._tenants == tenants
+        assert dict(self._placed) == dict(workers) and dict(self._tenants) == dict(tenants)
 
     # Inside
 
-    def _told(self, pause: _Pause, order: list[_Pause], now: float) -> Paused:
-        return Paused(order.index(pause), len(self._places), pause.size, now - pause.since)
+    def _told(self, pause: _Pause, rank: int, now: float) -> Paused:
+        return Paused(rank, len(self._places), pause.size, now - pause.since)
 
     def _order(self) -> list[_Pause]:
         """The paused sessions, the next one first."""
@@ -171,32 +230,44 @@ class Turns:
         has_paused = any(now - pause.since >= quantum_s for pause in self._pauses.values())
         if has_paused and now - place.since >= quantum_s:
             return True
-        if self._room(place.worker, sizes) >= 0 or self._make_room(place.worker, 0, sizes, now, but=place):
+        if self._room(place.worker, sizes) >= 0:
+            return False
+        leaving = self._make_room(place.worker, 0, sizes, now, but=place)
+        if leaving is not None:
+            for number in leaving:
+                self._leave(number)
             return False
         there = [each for each in self._places.values() if each.worker == place.worker]
         return len(there) > 1 and min(there, key=lambda each: (each.since, each.session.number)) is place
 
-    def _enter(self, pause: _Pause, sizes: Mapping[str, int], idle: Container[str], now: float) -> bool:
-        """Give the next session a place, if it can have one: on its last worker, or on the one with most room."""
+    def _room_for(self, pause: _Pause, sizes: Mapping[str, int], idle_for: IdleFor, now: float) -> _Room | None:
+        """The place that the next session can have, if any: on its last worker, or on the one with most room."""
         last = pause.session.last_workers.decode
         workers = sorted(sizes, key=lambda worker: (worker != last, -self._room(worker, sizes), worker))
-        chosen = next((each for each in workers if self._room(each, sizes) >= pause.size), None)
+        for worker in workers:
+            if self._room(worker, sizes) >= pause.size:
+                return _Room(worker, [])
         is_due = now - pause.since >= self.limits.quantum_s
         patience_s = 0.0 if is_due else PATIENCE_S
+        idle = idle_for(pause.size)
         for worker in workers:
-            if chosen is None and (is_due or worker in idle):
-                has_room = self._make_room(worker, pause.size, sizes, now, patience_s=patience_s)
-                chosen = worker if has_room else None
-        if chosen is None:
-            # A session that is larger than a pool shares it with no other one.
-            chosen = next((each for each in workers if not self._placed[each]), None)
-        if chosen is None:
-            return False
+            if is_due or worker in idle:
+                leaving = self._make_room(worker, pause.size, sizes, now, patience_s=patience_s)
+                if leaving is not None:
+                    return _Room(worker, leaving)
+        # A session that is larger than a pool shares it with no other one.
+        return next((_Room(worker, []) for worker in workers if not self._placed[worker]), None)
+
+    def _enter(self, pause: _Pause, room: _Room, now: float) -> None:
+        """Give a paused session its place."""
+        for number in room.leaving:
+            self._leave(number)
         session = pause.session
-        del self._pauses[session.number]
-        self._places[session.number] = _Place(session, chosen, pause.size, now)
+        self._end_pause(pause)
+        session.num_pauses += now > pause.since
+        session.paused_s += now - pause.since
+        self._places[session.number] = _Place(session, room.worker, pause.size, now)
         self._count(self._places[session.number], pause.size)
-        return True
 
     def _make_room(
         self,
@@ -207,11 +278,11 @@ class Turns:
         *,
         patience_s: float = 0.0,
         but: _Place | None = None,
-    ) -> bool:
-        """Take the places on a worker of sessions without a request under way, the one that has been idle longest
-        first, if that gives room for `num_blocks`. `patience_s`: sessions in a turn that have been idle for less keep
-        theirs; so does the session of the place `but`."""
-        freed, left = self._room(worker, sizes), list[int]()
+    ) -> list[int] | None:
+        """The places on a worker whose end gives room for `num_blocks`, None if too few can end: those of sessions
+        without a request under way, the one that has been idle longest first. `patience_s`: sessions in a turn that
+        have been idle for less keep theirs; so does the session of the place `but`."""
+        freed, leaving = self._room(worker, sizes), list[int]()
         for number, place in sorted(self._places.items(), key=lambda item: item[1].session.used_at):
             session = place.session
             if freed >= num_blocks:
@@ -220,27 +291,26 @@ class Turns:
                 continue
             if session.last_stop is FinishReason.STOP or now - session.used_at >= patience_s:
                 freed += place.size
-                left.append(number)
-        if freed < num_blocks:
-            return False
-        for number in left:
-            self._leave(number)
-        return True
+                leaving.append(number)
+        return leaving if freed >= num_blocks else None
 
     def _room(self, worker: str, sizes: Mapping[str, int]) -> int:
         return int(FILL * sizes[worker]) - self._placed[worker]
 
     def _forget(self, sizes: Mapping[str, int], now: float) -> None:
         """Forget places on workers that are gone or not used for long, and paused sessions that ask no more."""
-        for number in [number for number, place in self._places.items() if place.worker not in sizes]:
-            self._leave(number)
-        while self._places:
-            number, place = next(iter(self._places.items()))
-            if place.session.running or now - place.session.used_at < STALE_S:
-                break
-            self._leave(number)
-        for number in [number for number, pause in self._pauses.items() if now - pause.asked_at >= SILENT_S]:
-            del self._pauses[number]
+        for number, place in [*self._places.items()]:
+            is_stale = not place.session.running and now - place.session.used_at >= STALE_S
+            if is_stale or place.worker not in sizes:
+                self._leave(number)
+        for pause in [*self._pauses.values()]:
+            if now - pause.asked_at >= SILENT_S:
+                self._end_pause(pause)
+
+    def _end_pause(self, pause: _Pause) -> None:
+        del self._pauses[pause.session.number]
+        for request_id in pause.requests:
+            del self._waiting[request_id]
 
     def _leave(self, number: int) -> None:
         place = self._places.pop(number)
@@ -251,5 +321,8 @@ class Turns:
         place.size = num_blocks
 
     def _count(self, place: _Place, num_blocks: int) -> None:
-        self._placed[place.worker] += num_blocks
-        self._tenants[place.session.tenant] += num_blocks
+        for counts, name in ((self._placed, place.worker), (self._tenants, place.session.tenant)):
+            counts[name] += num_blocks
+            # Workers come and go under new names.
+            if not counts[name]:
+                del counts[name]
