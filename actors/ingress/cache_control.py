@@ -38,7 +38,7 @@ class CacheOperations:
         choices = await self._manager.ask(lambda manager: manager.explain(name, asking))
         if not choices:
             raise NotFoundError(f"No request '{request_id}' is remembered.", param="id")
-        known = self._records.explained(request_id, tenant, choices)
+        known = await self._records.explained(request_id, tenant, choices)
         return {"id": request_id, "object": "request.explanation", "choices": choices, **known}
 
     async def report(self, tenant: Tenant) -> Json:

@@ -1,7 +1,8 @@
 """Prompts of the last chats, by the ids of their answers: what a later prompt is compared with."""
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
@@ -132,13 +133,17 @@ class PromptRecords:
         kept = self._own(tenant.name).get(previous_id)
         return Diagnosis(previous_id, None if kept is None else kept.record, now, self._text_of)
 
-    def explained(self, name: str, tenant: Tenant, choices: Sequence[Json]) -> Json:
+    async def explained(self, name: str, tenant: Tenant, choices: Sequence[Json]) -> Json:
         """What is known of the prompt of an answer's id beside the manager's decisions about it, for the tenant that
         asks. An administrator sees other tenants' prompts without their texts."""
         kept = self._find(name, tenant)
         if kept is None:
             return {"prefix": None, "ignored": None}
-        found = self._before(kept)
+        # The records may change while a thread compares, so it gets a list of its own.
+        later_first = reversed(self._kept[kept.tenant].values())
+        earlier = [*islice((each for each in later_first if each.number < kept.number), MOST_LOOKED_AT)]
+        # Prompts of 100,000 tokens that all begin alike take tens of milliseconds to compare.
+        found = await asyncio.to_thread(self._before, kept, earlier)
         prefix = None if found is None else found.explained(choices)
         if prefix is not None and kept.tenant != tenant.name:
             prefix = {field: None if field in TEXTS else value for field, value in prefix.items()}
@@ -152,14 +157,13 @@ class PromptRecords:
         found = [records[name] for records in self._kept.values() if name in records]
         return max(found, key=lambda kept: kept.number, default=None)
 
-    def _before(self, kept: _Kept) -> Diagnosis | None:
-        """The prompt of an answer beside the earlier one of the same tenant that it shares most KV with: before all
-        one of the same salt, of equal ones that of its session, and the latest. None for a first prompt."""
+    def _before(self, kept: _Kept, earlier: Iterable[_Kept]) -> Diagnosis | None:
+        """The prompt of an answer beside the one of `earlier` (of the same tenant, the latest first) that it shares
+        most KV with: before all one of the same salt, of equal ones that of its session, and the latest. None for a
+        first prompt."""
         best: tuple[bool, int, bool] | None = None
         found: _Kept | None = None
-        later_first = reversed(self._kept[kept.tenant].values())
-        earlier = (each for each in later_first if each.number < kept.number)
-        for other in islice(earlier, MOST_LOOKED_AT):
+        for other in earlier:
             is_same_salt = other.record.salt == kept.record.salt
             if best is not None and best[0] > is_same_salt:
                 continue

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ WORDS = [
 VERBS = ["fix", "move", "read", "test", "split", "measure", "remove", "rename"]
 BLOCK = 16
 CASES_OF_EACH = 10
+WAIT_S = 30.0
 
 
 def sentence(rng: random.Random, num_words: int = 12) -> str:
@@ -380,15 +382,15 @@ def test_explain_finds_the_earlier_prompt_by_itself() -> None:
     blocks = [{"source": "local", "hit": True, "count": 2}, {"source": "diverged", "hit": False, "count": 9}]
     attempt = {"blocks": blocks, "prefill_worker": "w", "candidates": [{"worker": "w", "compute_s": 2.0}]}
     own, admin = Tenant("a"), Tenant("b", is_admin=True)
-    known = records.explained("two", own, [{"id": "x", "attempts": [attempt]}])
+    known = asyncio.run(records.explained("two", own, [{"id": "x", "attempts": [attempt]}]))
     prefix = known["prefix"]
     assert isinstance(prefix, dict) and known["ignored"] == ("speed",)
     assert (prefix["previous"], prefix["reason"]) == ("one", "volatile")
     assert prefix["lost_tokens"] > 0 and 0 < prefix["lost_s"] <= 2.0
-    assert records.explained("two", Tenant("b"), []) == {"prefix": None, "ignored": None}
-    assert records.explained("gone", own, []) == {"prefix": None, "ignored": None}
+    assert asyncio.run(records.explained("two", Tenant("b"), [])) == {"prefix": None, "ignored": None}
+    assert asyncio.run(records.explained("gone", own, [])) == {"prefix": None, "ignored": None}
     # An administrator sees why, and no text of another tenant.
-    other = records.explained("two", admin, [{"id": "x", "attempts": [attempt]}])["prefix"]
+    other = asyncio.run(records.explained("two", admin, [{"id": "x", "attempts": [attempt]}]))["prefix"]
     assert isinstance(other, dict) and prefix["text_before"]
     assert other == {**prefix, "text_before": None, "previous_text": None, "text": None}
 
@@ -400,8 +402,35 @@ def test_explain_compares_with_a_prompt_of_the_same_salt() -> None:
     records.add("own", "a", None, record({**body, "messages": body["messages"][:1]}, b"one"))
     records.add("other", "a", None, record(body, b"two"))
     records.add("now", "a", None, record(goes_on(random.Random(9), body), b"one"))
-    prefix = records.explained("now", Tenant("a"), [])["prefix"]
+    prefix = asyncio.run(records.explained("now", Tenant("a"), []))["prefix"]
     assert isinstance(prefix, dict) and prefix["previous"] == "own"
+
+
+class Gated(array):  # type: ignore[type-arg]
+    """Token ids whose comparison waits for a gate."""
+
+    is_compared = threading.Event()
+    may_go_on = threading.Event()
+
+    def __getitem__(self, at: Any) -> Any:
+        self.is_compared.set()
+        assert self.may_go_on.wait(WAIT_S), "the comparison holds up the event loop"
+        return super().__getitem__(at)
+
+
+def test_explain_compares_beside_the_event_loop_which_keeps_other_prompts_meanwhile() -> None:
+    async def run() -> dict[str, Any]:
+        records = PromptRecords(text_of)
+        for name in ("one", "two"):
+            records.add(name, "a", None, PromptRecord(Gated("I", range(100)), (), b"", BLOCK))
+        asked = asyncio.create_task(records.explained("two", Tenant("a"), []))
+        await asyncio.to_thread(Gated.is_compared.wait, WAIT_S)
+        records.add("three", "a", None, PromptRecord(array("I", range(100)), (), b"", BLOCK))
+        Gated.may_go_on.set()
+        return await asked
+
+    prefix = asyncio.run(run())["prefix"]
+    assert prefix["previous"] == "one"
 
 
 class Counted(array):  # type: ignore[type-arg]
@@ -417,7 +446,7 @@ class Counted(array):  # type: ignore[type-arg]
 
 @pytest.mark.parametrize(("common", "most"), [(100_000, 110_000), (10, 20_000), (50_000, 75_000)], ids=str)
 def test_a_comparison_copies_little_more_than_what_is_common(common: int, most: int) -> None:
-    """`explain` compares a prompt with many others while the event loop waits."""
+    """`explain` compares a prompt with many others."""
     one = Counted("I", range(100_000))
     other = array("I", [*range(common), *[1 << 30] * (100_000 - common)])
     Counted.num_copied = 0
@@ -466,16 +495,20 @@ def test_prompts_that_nobody_looks_for_are_not_recorded() -> None:
 
     async def run() -> None:
         made = Replica(max_model_len=40_000)
+
+        async def ignored(answer_id: str) -> object:
+            return (await made.records.explained(answer_id, Tenant("a"), []))["ignored"]
+
         line = await made.preparation.of_line("messages", body_of("messages", **FIRST), Tenant("a"), "line")
         line.close()
-        assert made.records.explained(line.head.id, Tenant("a"), [])["ignored"] is None
+        assert await ignored(line.head.id) is None
         rule = [{"type": "compaction", "compact_threshold": 1000}]
         said = [{"role": role, "content": "a word " * 200} for role in ("user", "assistant", "user")]
         body = body_of("responses", input=said, context_management=rule)
         job = await made.frontend.preparation.of_body("responses", body, Tenant("a"))
-        assert job.begins_anew and made.records.explained(job.head.id, Tenant("a"), [])["ignored"] is None
+        assert job.begins_anew and await ignored(job.head.id) is None
         anew = await made.frontend.compaction.begun_anew(job)
         anew.close()
-        assert made.records.explained(anew.head.id, Tenant("a"), [])["ignored"] is not None
+        assert await ignored(anew.head.id) is not None
 
     asyncio.run(run())
