@@ -17,7 +17,6 @@ The first token counts from the call on, with the time for which the session pau
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import describe
+from benchmarks.command import begin, command_parser
 from benchmarks.replay import TOKEN_BUDGET
 from benchmarks.replaying.agents import Agents, AgentTrace, Step, read_agents
 from benchmarks.replaying.cluster import Cluster
@@ -130,7 +129,7 @@ HEAD = f"{'workers':>7}{'over':>6}{'sessions':>10}  {'rule':<10}{'steps/h':>9}" 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2 for a mistake of the user's."""
-    options = _parser().parse_args(arguments)
+    options, output = begin(_parser(), arguments, ("raydix",))
     rows = []
     try:
         trace = read_agents(options.trace)
@@ -143,14 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for rule in options.rules:
                 rows.append(figures(trace, num_workers, over, rule, options))
                 print(text(rows[-1]), flush=True)
-    if options.json is not None:
-        described = describe("benchmarks.agents", sys.argv[1:] if arguments is None else list(arguments), ("raydix",))
-        options.json.write_text(json.dumps({**described, "runs": rows}, indent=2) + "\n")
+    output.write({"runs": rows})
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks.agents", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_parser("benchmarks.agents", __doc__)
     parser.add_argument("trace", type=Path, help="sessions of agents, compressed JSON lines")
     parser.add_argument("--over", type=float, nargs="+", default=[1.0, 2.0, 3.0, 5.0], help="times that pools hold")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4], help="mixed workers")
@@ -158,7 +155,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hours", type=float, default=1.0, help="virtual hours that count")
     parser.add_argument("--capacity-blocks", type=int, default=25_000, help="blocks in each worker's pool")
     parser.add_argument("--seed", type=int, default=0, help="of the order of sessions and their first calls")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     return parser
 
 

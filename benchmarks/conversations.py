@@ -6,10 +6,8 @@ Each user sends a turn, reads the streamed answer, pauses, and sends the next tu
 all users at the same time. Any server with OpenAI's API can be loaded; its key is read from OPENAI_API_KEY.
 """
 
-import argparse
 import asyncio
 import itertools
-import json
 import os
 import random
 import statistics
@@ -17,12 +15,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from benchmarks.machine import describe
+from benchmarks.command import begin, command_parser
 from benchmarks.mixed_bodies import Asked, chunks_of, json_of
 from benchmarks.words import WORDS
 
@@ -136,14 +133,13 @@ def figures(turns: Sequence[ConversationTurn], seconds: float) -> dict[str, floa
 
 def main(arguments: Sequence[str] | None = None) -> int:
     default = ConversationLoad()
-    parser = argparse.ArgumentParser(prog="benchmarks.conversations", description=__doc__.splitlines()[0])
+    parser = command_parser("benchmarks.conversations", __doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's")
     parser.add_argument("--users", type=int, default=default.users, help="conversations at the same time")
     parser.add_argument("--turns", type=int, default=default.turns, help="of each conversation")
     parser.add_argument("--think", type=float, default=default.think_s, help="mean pause before a further turn, s")
     parser.add_argument("--output-tokens", type=int, default=default.output_tokens, help="of each answer")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    options = parser.parse_args(arguments)
+    options, output = begin(parser, arguments)
 
     found = asyncio.run(
         measure(
@@ -153,9 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for name, value in found.items():
         print(f"{name:24} {value:10,.3f}")
-    if options.json is not None:
-        argv = sys.argv[1:] if arguments is None else list(arguments)
-        options.json.write_text(json.dumps({**describe("benchmarks.conversations", argv), **found}, indent=2) + "\n")
+    output.write(found)
     return 0
 
 

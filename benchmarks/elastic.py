@@ -1,4 +1,4 @@
-"""Elastic workers beside fixed splits and beside a published planner: goodput per worker-second.
+"""Elastic workers beside fixed splits: goodput per worker-second.
 
     python -m benchmarks.elastic TRACE [TRACE ...] [--day 0.25] [--faster 4] [--most 8] [--fixed 4 6 8 3:1 6:2]
         [--costs FILE] [--ttft-slo-ms 2000] [--tpot-slo-ms 50] [--json FILE]
@@ -13,17 +13,14 @@ Workers are those of `benchmarks.replay`, behind the server's own directory:
 | `8`, `6:2` | mixed workers; prefill and decode workers |
 | `elastic 8` | so many elastic workers, whose duties follow the load |
 | `elastic 1-8` | elastic workers, whose number follows the load, too; a worker takes 30 s to start |
-| `dynamo 2-8` | prefill and decode workers, whose numbers follow NVIDIA Dynamo's rule (`benchmarks.replaying.fleets`) |
 
-Where numbers follow the load, all workers are there at the beginning, for dynamo half of each role. The last lines say
-for each of the other rows which fixed cluster needs the least worker-seconds for as much goodput, and how many of them
-the row saves.
+Where numbers follow the load, all workers are there at the beginning. The last lines say for each elastic row which
+fixed cluster needs the least worker-seconds for as much goodput, and how many of them the row saves.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +29,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe
+from benchmarks.command import begin, command_parser
 from benchmarks.replay import add_machine, parse_policy, parse_roles, speeds_of
 from benchmarks.replaying.cluster import Cluster
-from benchmarks.replaying.fleets import DynamoLoad, Fixed, Planned, ReplayedFleet
+from benchmarks.replaying.fleets import Fixed, Planned, ReplayedFleet
 from benchmarks.replaying.report import summarise
 from benchmarks.replaying.routers import Managed
 from benchmarks.replaying.speeds import Speeds
@@ -47,7 +44,7 @@ from raydix.engine.core.types import Role
 from raydix.engine.core.worker.block_pool import BlockPool
 
 DAY_STEPS = 2000
-ELASTIC, DYNAMO = "elastic", "dynamo"
+ELASTIC = "elastic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class Machines:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2 for a mistake of the user's."""
-    options = _parser().parse_args(arguments)
+    options, output = begin(_parser(), arguments, ("raydix",))
     try:
         trace = joined(
             [
@@ -84,12 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         objectives = Objectives(options.ttft_slo_ms / 1000, options.tpot_slo_ms / 1000)
         machines = Machines(speeds_of(options), options.capacity_blocks, options.policy, objectives, options.most)
-        names = [
-            *options.fixed,
-            f"{ELASTIC} {options.most}",
-            f"{ELASTIC} 1-{options.most}",
-            f"{DYNAMO} 2-{options.most}",
-        ]
+        names = [*options.fixed, f"{ELASTIC} {options.most}", f"{ELASTIC} 1-{options.most}"]
         print(f"{len(trace):,} requests in {trace[-1].arrival_s:,.0f} s")
         rows = [_printed(run(trace, name, machines)) for name in (options.only or names)]
         if any(map(_is_fixed, rows)):
@@ -99,9 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ReplayError as error:
         print(f"elastic: {error}", file=sys.stderr)
         return 2
-    if options.json is not None:
-        described = describe("benchmarks.elastic", sys.argv[1:] if arguments is None else list(arguments), ("raydix",))
-        options.json.write_text(json.dumps({**described, "rows": rows}, indent=2) + "\n")
+    output.write({"rows": rows})
     return 0
 
 
@@ -177,10 +167,6 @@ def as_day(trace: Sequence[TraceRequest], lowest: float) -> list[TraceRequest]:
 def _fleet(name: str, machines: Machines) -> tuple[ReplayedFleet, list[Role]]:
     kind, _, numbers = name.partition(" ")
     make = machines.maker()
-    if kind == DYNAMO:
-        half = machines.most // 2
-        roles = [Role.PREFILL] * half + [Role.DECODE] * (machines.most - half)
-        return DynamoLoad(make, machines.objectives, machines.most), roles
     if kind == ELASTIC and "-" in numbers:
         return Planned(make, 1, machines.most), [Role.ELASTIC] * machines.most
     if kind == ELASTIC and numbers.isdecimal():
@@ -189,7 +175,7 @@ def _fleet(name: str, machines: Machines) -> tuple[ReplayedFleet, list[Role]]:
         return Fixed(make), parse_roles(0, name)
     if name.isdecimal():
         return Fixed(make), parse_roles(int(name), None)
-    raise ReplayError(f"a number of workers, P:D, '{ELASTIC} N', '{ELASTIC} 1-N' or '{DYNAMO} 2-N', not {name!r}")
+    raise ReplayError(f"a number of workers, P:D, '{ELASTIC} N' or '{ELASTIC} 1-N', not {name!r}")
 
 
 def _one_each(factors: Sequence[float], traces: Sequence[Path]) -> Sequence[float]:
@@ -199,7 +185,7 @@ def _one_each(factors: Sequence[float], traces: Sequence[Path]) -> Sequence[floa
 
 
 def _is_fixed(row: Mapping[str, Any]) -> bool:
-    return not str(row["workers"]).startswith((ELASTIC, DYNAMO))
+    return not str(row["workers"]).startswith(ELASTIC)
 
 
 def _compared(row: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
@@ -224,7 +210,7 @@ def _printed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks.elastic", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_parser("benchmarks.elastic", __doc__)
     parser.add_argument("traces", type=Path, nargs="+", help="Mooncake's JSON lines or Azure's CSV")
     parser.add_argument("--requests", type=int, help="replay only the first so many of each trace")
     parser.add_argument("--day", type=float, help="curve of a day: lowest rate as a share of the highest")
@@ -235,7 +221,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--capacity-blocks", type=int, default=2500, help="blocks of 512 tokens in each worker's pool")
     parser.add_argument("--policy", default="lru", help="eviction")
     add_machine(parser)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     return parser
 
 

@@ -9,34 +9,31 @@ as long as raydix each peer takes. That all compute the same model is checked by
 fixed text.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe, public_name
+from benchmarks.command import begin, command_parser, markdown
+from benchmarks.machine import public_name
 from benchmarks.peers.comparison import CASES, CHECK_TOKENS, Comparison, ComparisonCase, Contender
-from benchmarks.peers.roster import DEFAULT_HOME, PEERS, RAYDIX, Peer, Site, gguf_file
+from benchmarks.peers.roster import DEFAULT_HOME, PEERS, RAYDIX, Peer, Site
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.engine", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_parser("benchmarks.engine", __doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--peers", nargs="+", default=["all"], help=f"all, none, or of: {', '.join(PEERS)}")
     parser.add_argument("--peers-home", type=Path, default=DEFAULT_HOME, help="where their environments are")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved repetitions; the medians are reported")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    options = parser.parse_args(arguments)
+    options, output = begin(parser, arguments)
     try:
         peers = chosen(options.peers)
     except ValueError as error:
         parser.error(str(error))
 
-    site = Site(options.peers_home.expanduser(), resolve_model(options.model), gguf_file(options.model))
-    machine = describe("benchmarks.engine", sys.argv[1:] if arguments is None else list(arguments))
+    site = Site(options.peers_home.expanduser(), resolve_model(options.model))
     comparison = Comparison(site)
 
     try:
@@ -47,10 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         comparison.close()
 
-    result = {**machine, "model": public_name(options.model), "rounds": options.rounds, **report(comparison)}
     print(table(comparison.contenders))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    output.write({"model": public_name(options.model), "rounds": options.rounds, **report(comparison)})
 
     return 0
 
@@ -93,7 +88,7 @@ def table(contenders: Sequence[Contender]) -> str:
     rows = [[case.name, *(_cell(case, contender, raydix) for contender in contenders)] for case in CASES]
     agreement = [f"{contender.agrees} of {CHECK_TOKENS}" for contender in contenders]
     rows.append(["greedy tokens as raydix", *agreement])
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+    return markdown(header, rows)
 
 
 def _case(case: ComparisonCase, contender: Contender, raydix: Contender) -> dict[str, Any]:

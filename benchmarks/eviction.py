@@ -8,12 +8,11 @@ named. Hits are the leading blocks of a prompt that are in the cache.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.machine import describe
+from benchmarks.command import begin, command_parser
 from benchmarks.replaying.bounds import hit_rates
 from benchmarks.replaying.synthetic import SYNTHETIC, make_trace
 from benchmarks.replaying.traces import ReplayError, read_trace
@@ -23,7 +22,7 @@ COLUMNS = ("lru", "once_first", "adaptive", "belady", "infinite")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2 for a mistake of the user's."""
-    options = _parser().parse_args(arguments)
+    options, output = begin(_parser(), arguments, ("raydix",))
     try:
         traces = {path.name: read_trace(path) for path in options.traces}
     except ReplayError as error:
@@ -42,20 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cells = [f"{100 * rates[column]:>12.1f}" for column in COLUMNS]
             print(f"{name:<28}{capacity:>8,}" + "".join(cells) + f"{100 * difference:>+12.1f}", flush=True)
 
-    if options.json is not None:
-        command = sys.argv[1:] if arguments is None else arguments
-        report = describe("benchmarks.eviction", command, packages=("raydix",)) | {"hit_rates": results}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
-
+    output.write({"hit_rates": results})
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks.eviction", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_parser("benchmarks.eviction", __doc__)
     parser.add_argument("traces", type=Path, nargs="*", metavar="TRACE", help="Mooncake's JSON lines")
     parser.add_argument("--made", nargs="*", choices=list(SYNTHETIC), default=list(SYNTHETIC), help="made traces")
     parser.add_argument("--capacities", type=_capacity, nargs="+", default=[500, 1000, 2000, 4000], help="in blocks")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     return parser
 
 

@@ -9,9 +9,7 @@ accepted drafts, kills and failovers are counted, and none of the counts may be 
 a request fails, or a circumstance did not come about.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import re
 import signal
@@ -28,7 +26,7 @@ import aiohttp
 import psutil
 import yaml
 
-from benchmarks.machine import describe
+from benchmarks.command import begin, command_parser
 from benchmarks.mixed_bodies import (
     GENERATED,
     Asked,
@@ -262,11 +260,9 @@ async def compare_all(comparison: ExactComparison, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.exact", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_parser("benchmarks.exact", __doc__)
     parser.add_argument("--bodies", type=int, default=25, help="bodies of each kind")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    options = parser.parse_args(arguments)
-    circumstances = describe("benchmarks.exact", sys.argv[1:] if arguments is None else list(arguments))
+    options, output = begin(parser, arguments)
     # Lengths of prompts and answers follow from the number, so that a body is the same in every run.
     bodies = [
         ask(kind, number, 20 + number * 37 % 160, 16 + number * 7 % 17)
@@ -286,9 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "errors": sum(len(result.errors) for result in compared),
     }
     print(total)
-    if options.json is not None:
-        report = {**circumstances, **total, "circumstances": [asdict(result) for result in comparison.results]}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    output.write({**total, "circumstances": [asdict(result) for result in comparison.results]})
     return 0 if all(result.is_well for result in comparison.results) else 1
 
 

@@ -7,16 +7,14 @@ long as the costs say. Deterministic: the same arguments give the same figures o
 requests in one tenant's name, as a scheduler that does not look at tenants has them.
 """
 
-import argparse
 import heapq
-import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from pathlib import Path
 
+from benchmarks.command import begin, command_parser
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import OverloadedError
 from raydix.engine.core.hashing import root_hash
@@ -213,18 +211,16 @@ def measure(seconds: float, times: float) -> dict[str, Figures]:
     }
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_parser("benchmarks.fairness", __doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="virtual seconds (default: %(default)s)")
     parser.add_argument("--times", type=float, default=20.0, help="load of the heavy tenant, in its shares")
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    options = parser.parse_args()
+    options, output = begin(parser, arguments)
     found = measure(options.seconds, options.times)
     for name, figures in found.items():
         print(f"{name:28}", *(f"{key} {value}" for key, value in asdict(figures).items()), sep="  ")
-    if options.json:
-        options.json.write_text(json.dumps({name: asdict(each) for name, each in found.items()}, indent=1) + "\n")
+    output.write({name: asdict(each) for name, each in found.items()})
     return 0
 
 

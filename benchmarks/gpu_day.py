@@ -7,7 +7,6 @@ ends the run with exit code 1. The served model is a Llama-3-8B with random weig
 default model's tokenizer; what is measured depends on the shapes only.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -24,8 +23,8 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.command import begin, command_parser
 from benchmarks.kernel_cases import VOCABULARY
-from benchmarks.machine import describe
 from benchmarks.model_cases import NUM_LAYERS, PROMPT, llama
 from benchmarks.served import Server, running
 from raydix.engine.model.sizes import expected_shapes
@@ -244,14 +243,13 @@ STAGES = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stages in order; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu_day", description=(__doc__ or "").splitlines()[0])
+    parser = command_parser("benchmarks.gpu_day", __doc__)
     names = [stage.name for stage in STAGES]
     parser.add_argument("--stages", nargs="+", choices=names, default=names, help="by default all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE after each stage")
     parser.add_argument("--folder", type=Path, help="for the model and the logs; by default a temporary one")
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer; by default the default model's")
     parser.add_argument("--layers", type=int, default=NUM_LAYERS, help="layers of the served model; by default all")
-    options = parser.parse_args(argv)
+    options, output = begin(parser, argv)
 
     import torch
 
@@ -263,8 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         day = Day(folder, options.tokenizer or resolve_model(DEFAULT_MODEL), options.layers)
-        report = describe("benchmarks.gpu_day", sys.argv[1:] if argv is None else list(argv))
-        report["stages"] = stages = {}
+        stages: dict[str, Any] = {}
         for stage in STAGES:
             if stage.name not in options.stages:
                 continue
@@ -276,8 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 problem = str(error)
                 stages[stage.name] = {"problem": problem}
             stages[stage.name]["seconds"] = round(time.monotonic() - began, 1)
-            if options.json:
-                options.json.write_text(json.dumps(report, indent=1) + "\n")
+            output.write({"stages": stages})
             if problem is not None:
                 print(f"{stage.name} failed: {problem}\nlook first at: {stage.advice}", file=sys.stderr)
                 return 1

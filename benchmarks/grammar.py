@@ -7,7 +7,6 @@ many streams as asked for generate the same number of tokens freely and under a 
 the ratio of the medians is the cost of grammars. Streams of both kinds have the same prompts and lengths.
 """
 
-import argparse
 import json
 import random
 import statistics
@@ -18,11 +17,13 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.command import begin, command_parser
 from benchmarks.distribution import distribution
-from benchmarks.machine import describe, public_name
+from benchmarks.machine import public_name
 from benchmarks.made_schemas import made_schema
+from benchmarks.stepping import whole
 from raydix.engine.core.settings import SchedulerLimits
-from raydix.engine.core.types import Assignment, Grammar, GrammarKind, SamplingParams, Stage
+from raydix.engine.core.types import Grammar, GrammarKind, SamplingParams
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.model.build import make_grammars, make_pool, make_runner
 from raydix.engine.model.decoder import Decoder
@@ -44,17 +45,14 @@ ENDLESS = Grammar(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.grammar", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_parser("benchmarks.grammar", __doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--schemas", type=int, default=200, help="schemas compiled and followed")
     parser.add_argument("--streams", type=int, default=64, help="answers decoded at the same time")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of decoding; medians are reported")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    options = parser.parse_args(arguments)
+    options, output = begin(parser, arguments)
 
-    result: dict[str, object] = describe("benchmarks.grammar", sys.argv[1:] if arguments is None else list(arguments))
-    result["model"] = public_name(options.model)
     folder = resolve_model(options.model)
     decoder = Decoder.from_folder(folder, torch.bfloat16, "cpu", 1 << 12)
 
@@ -62,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures |= decoding(decoder, folder, options.streams, options.tokens, options.rounds)
     for name, value in figures.items():
         print(f"{name:32} {value:12,.3f}")
-    if options.json is not None:
-        options.json.write_text(json.dumps({**result, **figures}, indent=2) + "\n")
+    output.write({"model": public_name(options.model), **figures})
     return 0
 
 
@@ -141,7 +138,7 @@ def decode(engine: Engine, grammar: Grammar | None, num_streams: int, num_tokens
     for number in range(num_streams):
         prompt = tuple(chance.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS))
         sampling = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=number, grammar=grammar)
-        engine.submit(Assignment(f"{number}", 0, Stage.WHOLE, prompt, PROMPT_TOKENS, sampling, "benchmark"), 0.0)
+        engine.submit(whole(f"{number}", prompt, sampling), 0.0)
     if engine.grammars is not None:
         engine.grammars.settle()
     engine.hear_of_grammars(0.0)

@@ -18,7 +18,6 @@ these processes compute meanwhile, in the way or not. Failovers, and holds of ev
 server's own counts. A worker touches its pool's memory as it is filled: `--kv-cache-gib 0.4` is full soon.
 """
 
-import argparse
 import http.client
 import json
 import multiprocessing
@@ -40,8 +39,8 @@ from typing import Any
 
 import psutil
 
+from benchmarks.command import begin, command_parser
 from benchmarks.hostile_bodies import BodySizes, HostileBody, hostile_bodies
-from benchmarks.machine import describe
 from raydix.engine.model.sources import DEFAULT_MODEL, model_name
 
 MODEL = model_name(DEFAULT_MODEL)
@@ -411,7 +410,7 @@ def stalled_bodies(port: int, way: Way) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.hostile", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_parser("benchmarks.hostile", __doc__)
     parser.add_argument("--port", type=int, default=8000, help="the server's, on 127.0.0.1")
     parser.add_argument("--pid", type=int, required=True, help="the process of raydix serve")
     parser.add_argument("--crowds", action="store_true", help="many clients with the same body, not the corpus")
@@ -420,8 +419,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first body to send, from 0")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="send no further body after this time")
     parser.add_argument("--max-body-bytes", type=int, default=4 << 20, help="the server's http.max_body_bytes")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    options = parser.parse_args(arguments)
+    options, output = begin(parser, arguments)
 
     way = Way(psutil.Process(options.pid))
     run, ends = HostileRun(options.port, way), time.monotonic() + options.seconds
@@ -452,9 +450,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(", ".join(f"{name} {value:g}" for name, value in sorted(grown.items())))
     for name, figures in more.items():
         print(f"{name}: {figures}")
-    if options.json is not None:
-        result = {
-            **describe("benchmarks.hostile", sys.argv[1:] if arguments is None else list(arguments)),
+    output.write(
+        {
             "load_average_1min_after": round(os.getloadavg()[0], 2),
             "processes_live": server_runs,
             "memory_before": memory_before,
@@ -463,7 +460,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "bodies": [asdict(each) for each in outcomes],
             **more,
         }
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    )
     return 0 if server_runs else 1
 
 

@@ -6,18 +6,15 @@ One `Directory` in this process, filled with that many blocks in prompts of 64, 
 block of a prompt looked up and found.
 """
 
-import argparse
 import gc
-import json
 import random
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import psutil
 
-from benchmarks.machine import describe
+from benchmarks.command import begin, command_parser
 from raydix.engine.core.manager.block_index import GC_THRESHOLDS
 from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.placement import CostModel
@@ -70,11 +67,10 @@ def measure(num_blocks: int, num_workers: int) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.index", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_parser("benchmarks.index", __doc__)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1_000_000, 10_000_000], help="sizes of the index")
     parser.add_argument("--workers", type=int, default=8, help="workers that hold the blocks")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    options = parser.parse_args(arguments)
+    options, output = begin(parser, arguments)
 
     sizes = []
 
@@ -86,10 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{figures['bytes_per_block']:.0f} bytes per block"
         )
 
-    if options.json is not None:
-        described = describe("benchmarks.index", sys.argv[1:] if arguments is None else list(arguments))
-        options.json.write_text(json.dumps({**described, "workers": options.workers, "sizes": sizes}, indent=2) + "\n")
-
+    output.write({"workers": options.workers, "sizes": sizes})
     return 0
 
 

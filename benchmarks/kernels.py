@@ -6,20 +6,17 @@ without and a whole prompt against chunks, and only correct ones are timed; peer
 either. Exit code 0: all passed; 1: a check failed; 2: there is no GPU.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.command import begin, command_parser
 from benchmarks.kernel_cases import KernelCase, all_cases, relative_error
-from benchmarks.machine import describe
 
 PEER_LIMIT = 1e-2
 HEADER = ("operation", "shape", "error", "ms", "rate", "of ceiling", "beside (time of theirs / time of ours)")
@@ -56,24 +53,19 @@ class KernelResult:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    parser = command_parser("benchmarks.kernels", __doc__)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller shapes")
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only operations whose name contains TEXT; model for the whole one"
     )
-    arguments = parser.parse_args(argv)
+    arguments, output = begin(parser, argv)
     if not torch.cuda.is_available():
         print("benchmarks.kernels needs an NVIDIA GPU that torch can use; found none", file=sys.stderr)
         return 2
 
     torch.manual_seed(0)
     results, ceilings = run_all(arguments.quick, arguments.only, with_model=arguments.only in "model")
-    if arguments.json:
-        report = describe("benchmarks.kernels", sys.argv[1:] if argv is None else argv)
-        report |= {"ceilings": asdict(ceilings), "results": [asdict(result) for result in results]}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-
+    output.write({"ceilings": asdict(ceilings), "results": [asdict(result) for result in results]})
     return 0 if all(result.passed for result in results) else 1
 
 

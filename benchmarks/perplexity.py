@@ -9,9 +9,7 @@ score the same tokens, so the standard error of a difference is that of the wind
 that of a perplexity itself.
 """
 
-import argparse
 import hashlib
-import json
 import math
 import statistics
 import sys
@@ -24,10 +22,11 @@ from rich.console import Console
 from rich.progress import track
 from tokenizers import Tokenizer
 
-from benchmarks.machine import describe, public_name
-from raydix.engine.core.settings import EngineSettings, Quantization, SchedulerLimits
-from raydix.engine.core.types import Assignment, SamplingParams, Stage
-from raydix.engine.model.build import build_engine
+from benchmarks.command import begin, command_parser
+from benchmarks.machine import public_name
+from benchmarks.stepping import make_engine, whole
+from raydix.engine.core.settings import Quantization
+from raydix.engine.core.types import SamplingParams
 from raydix.engine.model.engine import Engine
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 
@@ -41,15 +40,12 @@ VARIANTS: dict[str, tuple[str, Quantization | None]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.perplexity", description=__doc__.splitlines()[0] if __doc__ else ""
-    )
+    parser = command_parser("benchmarks.perplexity", __doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--text", type=Path, help="a UTF-8 file; otherwise Python's own help texts")
     parser.add_argument("--windows", type=int, default=64, help="at most so many")
     parser.add_argument("--window", type=int, default=1024, help="tokens of each")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    options = parser.parse_args(arguments)
+    options, output = begin(parser, arguments)
 
     text = python_help() if options.text is None else options.text.read_text(encoding="utf-8")
     folder = resolve_model(options.model)
@@ -65,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             losses[name].append(mean_loss(engine, window))
 
     result: dict[str, Any] = {
-        **describe("benchmarks.perplexity", sys.argv[1:] if arguments is None else list(arguments)),
         "model": public_name(options.model),
         "text": {
             "name": "pydoc_data.topics" if options.text is None else options.text.name,
@@ -85,9 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{figures['over_standard_error_percent']:>14.2f} %"
         )
 
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
-
+    output.write(result)
     return 0
 
 
@@ -108,19 +101,7 @@ def windows(token_ids: Sequence[int], size: int, count: int) -> list[Sequence[in
 
 def mean_loss(engine: Engine, window: Sequence[int]) -> float:
     """The mean negative log-probability of the tokens behind the first, in nats."""
-    sampling = SamplingParams(max_tokens=0, prompt_logprobs=0)
-    engine.submit(
-        Assignment(
-            request_id="window",
-            attempt=0,
-            stage=Stage.WHOLE,
-            token_ids=tuple(window),
-            num_prompt_tokens=len(window),
-            sampling=sampling,
-            reply_to="",
-        ),
-        time.monotonic(),
-    )
+    engine.submit(whole("window", window, SamplingParams(max_tokens=0, prompt_logprobs=0)), time.monotonic())
     scores: list[float] = []
     while (step := engine.step(time.monotonic())) is not None:
         scores += [at.chosen for event in step.scores for at in event.logprobs]
@@ -142,18 +123,14 @@ def report(losses: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def _engine(model: str, window: int, dtype: str, quantization: Quantization | None) -> Engine:
-    return build_engine(
-        EngineSettings(
-            source=model,
-            dtype=dtype,
-            device="cpu",
-            max_model_len=window,
-            block_size=16,
-            num_blocks=-(-window // 16),
-            pool_gib=0,
-            limits=SchedulerLimits(512, 1),
-            quantization=quantization,
-        )
+    return make_engine(
+        model,
+        max_requests=1,
+        dtype=dtype,
+        max_model_len=window,
+        num_blocks=-(-window // 16),
+        pool_gib=0,
+        quantization=quantization,
     )
 
 

@@ -1,7 +1,7 @@
 """Replay a trace in virtual time through the engine's own placement, pools and eviction.
 
     python -m benchmarks.replay TRACE [--workers 8] [--roles P:D] [--capacity-blocks 2500] [--policy adaptive]
-        [--router directory] [--costs FILE] [--json FILE] [--plot FILE.png]
+        [--router directory] [--costs FILE] [--json FILE]
     python -m benchmarks.replay TRACE --shared-cache 1000 10000 [--json FILE]
 
 What is real: `Directory.admit` and its cost model, `BlockPool` and the eviction queue of every worker. What is
@@ -20,18 +20,16 @@ Hits are counted per block of 512 tokens, beside what one cache of all workers' 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
 
-from benchmarks.machine import describe
+from benchmarks.command import ResultFile, begin, command_parser
 from benchmarks.replaying.bounds import hit_rates
 from benchmarks.replaying.cluster import Cluster
-from benchmarks.replaying.report import draw, summarise, text
+from benchmarks.replaying.report import summarise, text
 from benchmarks.replaying.routers import ROUTERS, make_router
 from benchmarks.replaying.speeds import ConstantSpeeds, FittedSpeeds, Speeds, jittered, read_costs
 from benchmarks.replaying.traces import MOONCAKE_BLOCK_TOKENS, ReplayError, TraceRequest, read_trace
@@ -120,16 +118,16 @@ def parse_policy(name: str) -> EvictionPolicy:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2 for a mistake of the user's."""
-    options = _parser().parse_args(arguments)
+    options, output = begin(_parser(), arguments, ("raydix",))
     try:
-        _run(options, sys.argv[1:] if arguments is None else list(arguments))
+        _run(options, output)
     except ReplayError as error:
         print(f"replay: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+def _run(options: argparse.Namespace, output: ResultFile) -> None:
     policy, roles = parse_policy(options.policy), parse_roles(options.workers, options.roles)
     if options.capacity_blocks < 1:
         raise ReplayError("--capacity-blocks must be at least 1")
@@ -139,7 +137,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     speeds = speeds_of(options)
     trace = read_trace(options.trace, options.requests)
     if options.shared_cache:
-        _compare_policies(trace, options.shared_cache, options.json, arguments)
+        _compare_policies(trace, options.shared_cache, output)
         return
 
     started = time.perf_counter()
@@ -152,18 +150,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     print(text(result, bounds))
     print(f"replayed in           {took_s:.1f} s")
 
-    if options.json is not None:
-        report: dict[str, Any] = {
-            **describe("benchmarks.replay", arguments, packages=("raydix",)),
-            "replay_took_s": round(took_s, 2),
-            "one_shared_cache": bounds,
-            **result,
-        }
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
-
-    if options.plot is not None:
-        label = f"{options.trace.name}: {len(roles)} workers of {options.capacity_blocks} blocks"
-        draw(result, bounds, f"{label}, {policy}, {options.router}", options.plot)
+    output.write({"replay_took_s": round(took_s, 2), "one_shared_cache": bounds, **result})
 
 
 def speeds_of(options: argparse.Namespace) -> Speeds:
@@ -199,18 +186,14 @@ def constant_speeds(
     )
 
 
-def _compare_policies(
-    trace: Sequence[TraceRequest], capacities: Sequence[int], path: Path | None, arguments: Sequence[str]
-) -> None:
+def _compare_policies(trace: Sequence[TraceRequest], capacities: Sequence[int], output: ResultFile) -> None:
     if min(capacities) < 1:
         raise ReplayError("--shared-cache takes numbers of blocks from 1")
     rates = {capacity: hit_rates(trace, capacity) for capacity in capacities}
     print(f"{'blocks hit (%)':<15}" + "".join(f"{capacity:>10,}" for capacity in rates))
     for name in next(iter(rates.values())):
         print(f"{name:<15}" + "".join(f"{100 * at[name]:>10.1f}" for at in rates.values()))
-    if path is not None:
-        report = describe("benchmarks.replay", arguments, packages=("raydix",)) | {"one_shared_cache": rates}
-        path.write_text(json.dumps(report, indent=2) + "\n")
+    output.write({"one_shared_cache": rates})
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
@@ -228,7 +211,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks.replay", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_parser("benchmarks.replay", __doc__)
     parser.add_argument("trace", type=Path, help="Mooncake's JSON lines or Azure's CSV")
     parser.add_argument("--requests", type=int, help="replay only the first so many")
     parser.add_argument("--workers", type=int, default=8, help="mixed workers")
@@ -243,8 +226,6 @@ def _parser() -> argparse.ArgumentParser:
     add_machine(parser)
     parser.add_argument("--shared-cache", type=int, nargs="+", help="only compare policies in one cache of these sizes")
     parser.add_argument("--no-bounds", action="store_true", help="skip the comparison with one shared cache")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--plot", type=Path, help="where to draw them")
     return parser
 
 

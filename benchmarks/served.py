@@ -10,7 +10,6 @@ the engine, and once with its engine on all cores and the libraries that measure
 `--alone` leaves its server out.
 """
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -32,7 +31,7 @@ from typing import Any
 import psutil
 
 from benchmarks import conversations
-from benchmarks.machine import describe
+from benchmarks.command import begin, command_parser, markdown
 from benchmarks.peers.roster import DEFAULT_HOME, MAX_REQUESTS, PEERS, POOL_GIB, RAYDIX, ROOT, Site, process_environment
 from raydix.cli.cluster import free_port
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
@@ -199,18 +198,16 @@ def random_prompts(url: str, load: str, site: Site, folder: Path) -> dict[str, f
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.served", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_parser("benchmarks.served", __doc__)
     parser.add_argument("--config", nargs="+", default=["cpu_mixed"], help="raydix's configurations")
     parser.add_argument("--alone", action="store_true", help="without vLLM's server")
     parser.add_argument("--rounds", type=int, default=2, help="how often each server is started; medians are reported")
     parser.add_argument("--peers-home", type=Path, default=DEFAULT_HOME, help="where the peers' environments are")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    options = parser.parse_args(arguments)
-    site = Site(options.peers_home.expanduser(), resolve_model(DEFAULT_MODEL), None)
+    options, output = begin(parser, arguments)
+    site = Site(options.peers_home.expanduser(), resolve_model(DEFAULT_MODEL))
     if reason := PEERS["vllm"].why_not(site):
         parser.error(f"vllm, which loads the servers: {reason}")
 
-    result = describe("benchmarks.served", sys.argv[1:] if arguments is None else list(arguments))
     contenders = raydix_servers(site, options.config) + ([] if options.alone else vllm_servers(site))
     readings = [reading for scenario in SCENARIOS for reading in scenario.readings()]
     figures: dict[str, dict[str, list[float]]] = {reading.name: {} for reading in readings}
@@ -227,9 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     rows = [row(reading, figures[reading.name], contenders[0].name) for reading in readings]
     print(table(rows))
-    if options.json is not None:
-        options.json.write_text(json.dumps({**result, "rounds": options.rounds, "scenarios": rows}, indent=2) + "\n")
-
+    output.write({"rounds": options.rounds, "scenarios": rows})
     return 0
 
 
@@ -251,12 +246,12 @@ def row(scenario: Scenario, figures: Mapping[str, Sequence[float]], first: str) 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: a row for each reading, a column for each server, and the first one's figure over the others'."""
     names = list(rows[0]["medians"])
-    lines = [["", *names], ["---"] * (len(names) + 1)]
+    lines = []
     for each in rows:
         ratios = {name: f" (x {ratio:.2f})" for name, ratio in each["first_over"].items()}
         cells = [f"{each['medians'][name]:.1f}{ratios.get(name, '')}" for name in names]
         lines.append([f"{each['scenario']}, {each['unit']}", *cells])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(["", *names], lines)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from benchmarks.machine import describe
+from benchmarks.command import ResultFile, begin, command_parser, markdown
 from benchmarks.mixed_bodies import (
     JSON,
     KINDS,
@@ -307,28 +307,23 @@ def summary(samples: Sequence[ServerSample]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = [
-        "| process | USS, MiB: start, middle, end | RSS | descriptors | threads | MiB per hour, second half |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        cells = [", ".join(f"{value:,.0f}" for value in row[key]) for key in ("uss", "rss", "descriptors", "threads")]
-        lines.append(f"| {row['process']} | {' | '.join(cells)} | {row['slope_mib_per_h']:+.1f} |")
-    return "\n".join(lines)
+    keys = ("uss", "rss", "descriptors", "threads")
+    cells = [[", ".join(f"{value:,.0f}" for value in row[key]) for key in keys] for row in rows]
+    lines = [[row["process"], *cell, f"{row['slope_mib_per_h']:+.1f}"] for row, cell in zip(rows, cells, strict=True)]
+    header = ["process", "USS, MiB: start, middle, end", "RSS", "descriptors", "threads", "MiB per hour, second half"]
+    return markdown(header, lines)
 
 
-def _write(path: Path, circumstances: Mapping[str, Any], soak: Soak, **more: Any) -> None:
-    """Write what is known so far, so that a run that is ended early has its result, too."""
+def figures(soak: Soak) -> dict[str, Any]:
+    """What is known so far."""
     tally = soak.tally
-    result = {
-        **circumstances,
+    return {
         "load_average_1min_after": round(os.getloadavg()[0], 2),
         "answered": dict(tally.answered),
         "compared": tally.compared,
         "differing": tally.differing,
         "errors": tally.errors,
         "log_mib": [soak.samples[at].log_mib for at in (0, len(soak.samples) // 2, -1)],
-        **more,
         "processes": summary(soak.samples),
         "samples": [
             {
@@ -341,17 +336,16 @@ def _write(path: Path, circumstances: Mapping[str, Any], soak: Soak, **more: Any
             for sample in soak.samples
         ],
     }
-    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-async def soak(options: argparse.Namespace, circumstances: Mapping[str, Any]) -> bool:
+async def soak(options: argparse.Namespace, output: ResultFile) -> bool:
     """Whether all was well."""
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         run = Soak(session, options.url, psutil.Process(options.pid))
         blocks = (await run.sample()).cache["available_blocks"]
-        path = options.json
-        note = (lambda: None) if path is None else (lambda: _write(path, circumstances, run))
+        # Written after each sample, so that a run that is ended early has its result, too.
+        note = lambda: output.write(figures(run))  # noqa: E731
         await run.run(options.minutes, options.per_minute, options.every, note)
         back = await run.blocks_back(blocks)
     tally = run.tally
@@ -363,22 +357,19 @@ async def soak(options: argparse.Namespace, circumstances: Mapping[str, Any]) ->
         *tally.errors[:10],
         sep="\n",
     )
-    if options.json is not None:
-        _write(options.json, circumstances, run, blocks_back=back)
+    output.write({**figures(run), "blocks_back": back})
     return back and not tally.differing and not tally.errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.soak", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_parser("benchmarks.soak", __doc__)
     parser.add_argument("--pid", type=int, required=True, help="process of `raydix serve`")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server answers")
     parser.add_argument("--minutes", type=float, default=60.0, help="time of the load")
     parser.add_argument("--per-minute", type=float, default=40.0, help="requests per minute")
     parser.add_argument("--every", type=float, default=30.0, help="seconds between samples")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    options = parser.parse_args(arguments)
-    circumstances = describe("benchmarks.soak", sys.argv[1:] if arguments is None else list(arguments))
-    return 0 if asyncio.run(soak(options, circumstances)) else 1
+    options, output = begin(parser, arguments)
+    return 0 if asyncio.run(soak(options, output)) else 1
 
 
 if __name__ == "__main__":

@@ -9,38 +9,34 @@ benchmark (`benchmarks/drafting/prompts`). An engine with drafts and one without
 answers.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from benchmarks.command import begin, command_parser
 from benchmarks.drafting.engines import MAX_MODEL_LEN, Workshop
 from benchmarks.drafting.questions import QuestionReader
 from benchmarks.drafting.speed import MODES, Speed
 from benchmarks.drafting.statistics import compared, speed_table
 from benchmarks.drafting.workloads import WORKLOADS, chosen
-from benchmarks.machine import describe, public_name
+from benchmarks.machine import public_name
 from raydix.engine.core.types import DraftSource
 from raydix.engine.model.sources import DEFAULT_MODEL
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.speculation", description=__doc__.splitlines()[0])
+    parser = command_parser("benchmarks.speculation", __doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--sources", nargs="+", choices=[*DraftSource], help="origins of drafts; default: all")
     parser.add_argument("--workloads", nargs="+", default=[], help=f"of: {', '.join(WORKLOADS)}; default: all")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64], help="streams at the same time")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved repetitions; the medians are reported")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    options = parser.parse_args(arguments)
+    options, output = begin(parser, arguments)
     try:
         workloads = chosen(options.workloads)
     except ValueError as error:
         parser.error(str(error))
 
-    result: dict[str, Any] = describe("benchmarks.speculation", sys.argv[1:] if arguments is None else list(arguments))
     workshop = Workshop(options.model, options.sources)
     reader, speed = QuestionReader(workshop.folder, MAX_MODEL_LEN), Speed(workshop)
     figures: dict[str, dict[str, Any]] = {}
@@ -52,9 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{workload.name}, {num_streams} streams: done", file=sys.stderr, flush=True)
 
     print(speed_table(figures))
-    if options.json is not None:
-        result |= {"model": public_name(options.model), "rounds": options.rounds, "speed": figures}
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    output.write({"model": public_name(options.model), "rounds": options.rounds, "speed": figures})
     same = all(found["same_answers"] for by_streams in figures.values() for found in by_streams.values())
     return 0 if same else 1
 

@@ -12,7 +12,6 @@ with the load generator beside it, and measures:
   of each byte.
 """
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -24,15 +23,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe
+from benchmarks.command import begin, command_parser
+from benchmarks.stepping import make_engine, whole
 from raydix.cli.cluster import LocalCluster, free_port
 from raydix.configs import load_config
-from raydix.engine.core.settings import EngineSettings, SchedulerLimits
-from raydix.engine.core.types import AdmitRequest, Assignment, SamplingParams, Stage
-from raydix.engine.model.build import build_engine
+from raydix.engine.core.types import AdmitRequest
 from raydix.engine.model.engine import BlockStore, Engine
 from raydix.engine.model.segments import Bytes
 from raydix.engine.model.sources import DEFAULT_MODEL, NULL, model_name
@@ -200,36 +197,12 @@ def hand_over(num_tokens: int = 2048, rounds: int = 5) -> dict[str, float]:
     of each byte of KV on the way."""
     import ray
 
-    limits = SchedulerLimits(512, 16)
-    engine = build_engine(
-        EngineSettings(
-            source=DEFAULT_MODEL,
-            dtype="bfloat16",
-            device="cpu",
-            max_model_len=None,
-            block_size=16,
-            num_blocks=None,
-            pool_gib=0.5,
-            limits=limits,
-        )
-    )
+    engine = make_engine(max_requests=16, pool_gib=0.5)
     prefills, moves, copies = [], [], []
 
     for index in range(rounds):
-        prompt = tuple(random.randrange(100, 40_000) for _ in range(num_tokens))
-        sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        engine.submit(
-            Assignment(
-                request_id=f"r{index}",
-                attempt=0,
-                stage=Stage.WHOLE,
-                token_ids=prompt,
-                num_prompt_tokens=num_tokens,
-                sampling=sampling,
-                reply_to="",
-            ),
-            0.0,
-        )
+        prompt = [random.randrange(100, 40_000) for _ in range(num_tokens)]
+        engine.submit(whole(f"r{index}", prompt, 1), 0.0)
         started = time.perf_counter()
         while engine.step(0.0) is not None:
             pass
@@ -250,13 +223,12 @@ def hand_over(num_tokens: int = 2048, rounds: int = 5) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.stack", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_parser("benchmarks.stack", __doc__)
     parser.add_argument("--config", default="cpu_mixed", help="configuration of the server")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256], help="concurrent streams")
     parser.add_argument("--tokens", type=int, default=1000, help="tokens of each stream")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions; the medians are reported")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    options = parser.parse_args(arguments)
+    options, output = begin(parser, arguments)
 
     port = free_port()
     workers = {"max_requests": 256, "token_budget": 512}
@@ -274,7 +246,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cluster.stop()
 
     result = {
-        **describe("benchmarks.stack", sys.argv[1:] if arguments is None else list(arguments)),
         "load_average_1min_after": round(os.getloadavg()[0], 2),
         "tokens_per_s": rates,
         "first_token_ms": first,
@@ -291,9 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{moved['share']:.1%} of the prefill's {moved['prefill_s'] * 1e3:.0f} ms, "
         f"{moved['copies_per_byte']:.2f} copies of each byte"
     )
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
-
+    output.write(result)
     return 0
 
 

@@ -6,20 +6,16 @@ One engine in this process, no Ray, no HTTP: streams decode, the prompt arrives,
 tokens are recorded until the prompt has its first token.
 """
 
-import argparse
-import json
 import random
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe
+from benchmarks.command import begin, command_parser
+from benchmarks.stepping import make_engine, whole
 from raydix.engine.core.costs import CostFit
-from raydix.engine.core.settings import DraftLimits, EngineSettings, SchedulerLimits
-from raydix.engine.core.types import Assignment, SamplingParams, Stage
-from raydix.engine.model.build import build_engine
+from raydix.engine.core.settings import DraftLimits
 from raydix.engine.model.engine import Engine
 from raydix.engine.model.sources import DEFAULT_MODEL
 
@@ -28,7 +24,8 @@ def measure(engine: Engine, num_streams: int, prompt_len: int) -> dict[str, floa
     """Gaps in milliseconds without and with the prompt, and the prompt's time to first token in seconds."""
     generator = random.Random(time.time_ns())
     for index in range(num_streams):
-        _submit(engine, f"stream {index}", [generator.randrange(100, 40_000) for _ in range(64)], 4000)
+        prompt = [generator.randrange(100, 40_000) for _ in range(64)]
+        engine.submit(whole(f"stream {index}", prompt, 4000), time.monotonic())
 
     for _ in range(10):
         engine.step(time.monotonic())
@@ -36,7 +33,8 @@ def measure(engine: Engine, num_streams: int, prompt_len: int) -> dict[str, floa
     costs = CostFit(engine.first_costs)
     quiet = [_step_ms(engine, costs) for _ in range(20)]
     arrived = time.perf_counter()
-    _submit(engine, "prompt", [generator.randrange(100, 40_000) for _ in range(prompt_len)], 1)
+    prompt = [generator.randrange(100, 40_000) for _ in range(prompt_len)]
+    engine.submit(whole("prompt", prompt, 1), time.monotonic())
     gaps = []
     while engine.scheduler.get("prompt") is not None:
         gaps.append(_step_ms(engine, costs))
@@ -51,22 +49,6 @@ def measure(engine: Engine, num_streams: int, prompt_len: int) -> dict[str, floa
     }
 
 
-def _submit(engine: Engine, name: str, prompt: list[int], num_tokens: int) -> None:
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
-    engine.submit(
-        Assignment(
-            request_id=name,
-            attempt=0,
-            stage=Stage.WHOLE,
-            token_ids=tuple(prompt),
-            num_prompt_tokens=len(prompt),
-            sampling=sampling,
-            reply_to="",
-        ),
-        time.monotonic(),
-    )
-
-
 def _step_ms(engine: Engine, costs: CostFit) -> float:
     """Run a step; the engine learns its costs as in a worker."""
     started = time.perf_counter()
@@ -79,29 +61,23 @@ def _step_ms(engine: Engine, costs: CostFit) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.stall", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_parser("benchmarks.stall", __doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 512, 2048], help="token budgets to compare")
     parser.add_argument("--streams", type=int, default=8, help="streams that decode")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt that arrives")
     parser.add_argument("--drafts", action="store_true", help="the streams, whose texts soon repeat, have drafts")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved repetitions; the medians are reported")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    options = parser.parse_args(arguments)
+    options, output = begin(parser, arguments)
 
     engines = {
-        budget: build_engine(
-            EngineSettings(
-                source=options.model,
-                dtype="bfloat16",
-                device="auto",
-                max_model_len=None,
-                block_size=16,
-                num_blocks=None,
-                pool_gib=0.5,
-                limits=SchedulerLimits(budget, 32),
-                drafts=DraftLimits() if options.drafts else None,
-            )
+        budget: make_engine(
+            options.model,
+            token_budget=budget,
+            max_requests=32,
+            device="auto",
+            pool_gib=0.5,
+            drafts=DraftLimits() if options.drafts else None,
         )
         for budget in options.budgets
     }
@@ -111,7 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rounds[budget].append(measure(engine, options.streams, options.prompt))
 
     result: dict[str, Any] = {
-        **describe("benchmarks.stall", sys.argv[1:] if arguments is None else list(arguments)),
         "streams": options.streams,
         "prompt": options.prompt,
         "budgets": {str(budget): _medians(runs) for budget, runs in rounds.items()},
@@ -125,9 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{figures['longest_gap_ms']:>12.1f} {figures['prompt_ttft_s'] * 1e3:>12.0f}"
         )
 
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
-
+    output.write(result)
     return 0
 
 

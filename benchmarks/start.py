@@ -11,7 +11,6 @@ would be free again without the processes (their unique sets), and the shared me
 in it.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -23,14 +22,14 @@ import urllib.error
 import urllib.request
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.machine import describe
+from benchmarks.command import begin, command_parser, markdown
 from raydix.cli.cluster import free_port
 
 MARK = "RAYDIX_BENCHMARK_START"
@@ -189,7 +188,6 @@ def measure(arguments: list[str], settle_s: float, idle_s: float) -> dict[str, A
         if key in started or key in idle
     )
     return {
-        **describe("benchmarks.start", sys.argv[1:]),
         "options": arguments,
         "healthy_s": round(healthy_s, 2),
         "first_token_s": round(first_token_s, 2),
@@ -222,14 +220,9 @@ def _ask(port: int) -> None:
 
 def show(report: Mapping[str, Any]) -> None:
     """Print a report as tables."""
-    print("| process | number | begins after s | processor s | unique MiB | idle |\n|---|---|---|---|---|---|")
-    for row in report["by_process"]:
-        print(
-            "| "
-            + " | ".join(str(row[key]) for key in ("name", "processes", "began_s", "cpu_s", "unique_mib", "idle_share"))
-            + " |"
-        )
-    print()
+    header = ("process", "number", "begins after s", "processor s", "unique MiB", "idle")
+    keys = ("name", "processes", "began_s", "cpu_s", "unique_mib", "idle_share")
+    print(markdown(header, [[row[key] for key in keys] for row in report["by_process"]]), end="\n\n")
     for key in (
         "first_token_s",
         "cpu_s",
@@ -243,24 +236,22 @@ def show(report: Mapping[str, Any]) -> None:
         print(f"{key}: {report[key]}")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the report."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = command_parser("benchmarks.start", __doc__)
     options.add_argument("--config", help="as of raydix serve")
     options.add_argument("--model", help="as of raydix serve")
     options.add_argument(
         "--settle", type=float, default=20.0, help="seconds until it is at rest (default: %(default)s)"
     )
     options.add_argument("--idle", type=float, default=20.0, help="seconds at rest (default: %(default)s)")
-    options.add_argument("--json", type=Path, help="file for the report")
-    chosen = options.parse_args()
+    chosen, output = begin(options, arguments)
     given = {"--config": chosen.config, "--model": chosen.model}
     report = measure(
         [word for name, value in given.items() if value for word in (name, value)], chosen.settle, chosen.idle
     )
     show(report)
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(report, indent=1) + "\n")
+    output.write(report)
 
 
 if __name__ == "__main__":

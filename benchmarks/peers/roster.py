@@ -1,12 +1,10 @@
 """The engines of the comparison: the place of each, its settings, and its process's environment.
 
 Each peer has the settings that measured best for it on a small machine; all have the same weights, all cores, and KV
-pools of the same size, in bfloat16 (llama.cpp's, in float16, with weights in the GGUF file's own quantisation). raydix
-takes part a second time, with int8 weights.
+pools of the same size, in bfloat16. raydix takes part a second time, with int8 weights.
 """
 
 import ctypes.util
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -31,8 +29,6 @@ class Site:
     """Folder of the peers' environments."""
     model: Path
     """Folder of the model in Hugging Face's layout."""
-    gguf: Path | None
-    """The file that the model came from, if it was one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,6 @@ class Peer:
     """Reason why the peer cannot run, if it cannot."""
     environment: Callable[[Site], Mapping[str, str]] = lambda site: {}
     """Variables added to the environment of the peer's process."""
-    most_streams: int = MAX_REQUESTS
     engine: str = ""
     """The peer's file in `engines`, if it has another name."""
 
@@ -61,15 +56,6 @@ class Peer:
         if self.own_environment and not self.python(site).exists():
             return "not installed (make bench-peers)"
         return self.missing(site)
-
-
-def gguf_file(spec: str) -> Path | None:
-    """The GGUF file that a model's name (see `raydix.engine.model.sources`) stands for; None for any other model."""
-    package, _, inside = spec.removeprefix("package:").partition("/")
-    found = importlib.util.find_spec(package) if spec.startswith("package:") else None
-    folders = (found.submodule_search_locations if found else None) or []
-    candidates = [Path(folder) / inside for folder in folders] or [Path(spec).expanduser()]
-    return next((path.resolve() for path in candidates if path.suffix == ".gguf" and path.is_file()), None)
 
 
 def environment_python(home: Path, name: str) -> Path:
@@ -111,18 +97,6 @@ def _vllm(site: Site) -> dict[str, Any]:
     return {"model": str(site.model), "pool_gib": POOL_GIB, "token_budget": 4096, "max_requests": MAX_REQUESTS}
 
 
-def _transformers(site: Site) -> dict[str, Any]:
-    return {"model": str(site.model)}
-
-
-def _llama_cpp(site: Site) -> dict[str, Any]:
-    return {"gguf": str(site.gguf), "token_budget": 512}
-
-
-def _no_gguf(site: Site) -> str | None:
-    return None if site.gguf is not None else "the model is not a GGUF file"
-
-
 def _vllm_environment(site: Site) -> dict[str, str]:
     """vLLM's documented best on CPU: Intel's OpenMP and tcmalloc preloaded, threads that sleep soon.
 
@@ -147,15 +121,6 @@ PEERS = {
         Peer("raydix_int8", "raydix int8", False, _raydix_int8, environment=_raydix_environment, engine="raydix"),
         Peer(name="openvino", title="OpenVINO", own_environment=True, options=_openvino, missing=_no_ir),
         Peer("vllm", "vLLM CPU", True, _vllm, environment=_vllm_environment),
-        Peer("transformers", "transformers", False, _transformers),
-        Peer(
-            name="llama_cpp",
-            title="llama.cpp Q4_1",
-            own_environment=True,
-            options=_llama_cpp,
-            missing=_no_gguf,
-            most_streams=64,
-        ),
     )
 }
 

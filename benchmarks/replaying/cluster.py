@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.replaying.rules import Router
+from benchmarks.replaying.routers import Router
 from benchmarks.replaying.traces import TraceRequest
 from benchmarks.replaying.worker import ReplayedRequest, ReplayWorker
 

@@ -1,4 +1,4 @@
-"""Workers that come and go in virtual time: as the planner of the directory wants them, and by a published rule.
+"""Workers that come and go in virtual time: as the planner of the directory wants them.
 
 A worker counts from the order to start it, `START_S` before it takes work, until its last request has ended. So does a
 worker of a fixed split, from the first request to the end of the last one.
@@ -13,8 +13,6 @@ from functools import partial
 from benchmarks.replaying.cluster import Cluster
 from benchmarks.replaying.routers import Managed
 from benchmarks.replaying.worker import ReplayWorker
-from raydix.engine.core.manager.records import US_PER_S, WorkerRecord
-from raydix.engine.core.objectives import Objectives
 from raydix.engine.core.types import Role
 
 START_S = 30.0
@@ -109,42 +107,3 @@ class Planned(ReplayedFleet):
             return {}
         least = self._least if plan.may_shrink else self.number(Role.ELASTIC, router)
         return {Role.ELASTIC: max(least, plan.num_wanted)}
-
-
-class DynamoLoad(ReplayedFleet):
-    """NVIDIA Dynamo's planner, load-based scaling (docs.nvidia.com/dynamo, "Planner Guide") with its default settings:
-    every 5 s one more prefill worker if the estimated time to first token of all is above the objective, one less if
-    that of all is below 0.8 (n - 1) / n of it; and the same for decode workers and the time per token."""
-
-    EVERY_S = 5.0
-    SENSITIVITY = 0.8
-
-    def __init__(
-        self, make: Callable[[Role], ReplayWorker], objectives: Objectives, most: int, start_s: float = START_S
-    ) -> None:
-        super().__init__(make, start_s)
-        assert objectives.ttft_s is not None and objectives.tpot_s is not None
-        self._ttft_s, self._tpot_s = objectives.ttft_s, objectives.tpot_s
-        self._most = most
-        self._decided_at = 0.0
-
-    def wanted(self, router: Managed, now: float) -> Mapping[Role, int]:
-        if now - self._decided_at < self.EVERY_S:
-            return {}
-        self._decided_at = now
-        prefill = self._next(router, Role.PREFILL, self._ttft_s, lambda each: each.queued_us / US_PER_S)
-        decode = self._next(router, Role.DECODE, self._tpot_s, lambda w: w.costs.decode_step_s(len(w.decoding)))
-        room = self._most - self.number(Role.PREFILL, router) - self.number(Role.DECODE, router)
-        if prefill + decode > self._most and room <= 0:
-            return {}
-        return {Role.PREFILL: prefill, Role.DECODE: decode}
-
-    def _next(
-        self, router: Managed, role: Role, objective_s: float, estimate_s: Callable[[WorkerRecord], float]
-    ) -> int:
-        estimates = [estimate_s(router.workers[worker_id]) for worker_id in self._of(role, router)]
-        number, present = self.number(role, router), len(estimates)
-        if all(estimate > objective_s for estimate in estimates):
-            return number if number > present else number + 1
-        boundary_s = objective_s * (present - 1) / present * self.SENSITIVITY
-        return number - 1 if number > 1 and all(estimate < boundary_s for estimate in estimates) else number

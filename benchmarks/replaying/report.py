@@ -1,18 +1,15 @@
-"""Results of a replay: figures for JSON and the terminal, and a plot."""
+"""Results of a replay: figures for JSON and the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.replaying.traces import ReplayError
 from benchmarks.replaying.worker import ReplayedRequest, ReplayWorker
 
 QUANTILES = {"p50": 50, "p90": 90, "p99": 99}
-CURVE_POINTS = 201
 
 
 def summarise(
@@ -38,7 +35,6 @@ def summarise(
         "goodput_per_s": len(good) / duration_s if duration_s else 0.0,
         "imbalance": max(busy) / (sum(busy) / len(busy)) if sum(busy) else 1.0,
         "utilisation": sum(busy) / len(busy) / duration_s if duration_s else 0.0,
-        "curves": {"ttft_ms": curve(ttfts.values()), "tpot_ms": curve(tpots.values())},
         "busy_s": [round(seconds, 1) for seconds in sorted(busy, reverse=True)],
     }
 
@@ -65,42 +61,6 @@ def text(result: dict[str, Any], bounds: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def draw(result: dict[str, Any], bounds: dict[str, float], label: str, path: Path) -> None:
-    """Hit rates, distributions of latency, and load per worker.
-
-    Raises:
-        ReplayError: matplotlib is missing, or the file cannot be written.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ReplayError("plots need matplotlib: pip install matplotlib") from error
-
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    (hits, load), (ttft, tpot) = figure.subplots(2, 2)
-    rates = {"this replay": result["hit_rate"], **bounds}
-    hits.barh(list(rates)[::-1], [100 * rate for rate in rates.values()][::-1])
-    hits.set(xlabel="prompt blocks hit (%)")
-    load.bar(range(len(result["busy_s"])), result["busy_s"], width=1.0)
-    load.set(xlabel="worker, busiest first", ylabel="seconds of prefill")
-    for axes, key, name in ((ttft, "ttft_ms", "Time to first token (ms)"), (tpot, "tpot_ms", "Time per token (ms)")):
-        values = np.maximum(result["curves"][key], 1e-3)
-        axes.plot(values, np.linspace(0, 100, values.size))
-        axes.set(xscale="log", xlabel=name, ylabel="share (%)", ylim=(0, 101))
-
-    for axes in (hits, load, ttft, tpot):
-        axes.spines[["top", "right"]].set_visible(False)
-
-    figure.suptitle(label)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ReplayError(f"cannot draw {path}: {error}") from error
-
-
 def spread(values_s: Iterable[float]) -> dict[str, float] | None:
     """Mean, p50, p90, p99 and max in milliseconds of times in seconds; None of none.
 
@@ -112,13 +72,6 @@ def spread(values_s: Iterable[float]) -> dict[str, float] | None:
     quantiles = np.percentile(values, list(QUANTILES.values()))
     figures = {"mean": values.mean(), **dict(zip(QUANTILES, quantiles, strict=True)), "max": values.max()}
     return {name: round(float(figure), 3) for name, figure in figures.items()} | {"count": float(values.size)}
-
-
-def curve(values_s: Iterable[float]) -> list[float]:
-    """The values, in milliseconds, at evenly spaced fractions from 0 to 1: a cumulative distribution to draw."""
-    values = np.fromiter(values_s, float) * 1000
-    points = np.quantile(values, np.linspace(0, 1, CURVE_POINTS)) if values.size else values
-    return [round(float(point), 3) for point in points]
 
 
 def _ttft_s(job: ReplayedRequest) -> float:

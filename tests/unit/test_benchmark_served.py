@@ -43,7 +43,7 @@ def test_each_load_is_read_three_ways() -> None:
 
 def test_the_random_prompts_of_vllm_are_read(tmp_path: Path) -> None:
     """A program in place of vLLM's writes its arguments, and a result with the fields that are read."""
-    site = Site(tmp_path, tmp_path / "model", None)
+    site = Site(tmp_path, tmp_path / "model")
     vllm_program(site).parent.mkdir(parents=True)
     vllm_program(site).write_text(f"#!{sys.executable}\n{LOADER}")
     vllm_program(site).chmod(0o755)
@@ -142,6 +142,6 @@ def test_the_first_server_is_set_over_the_others() -> None:
 
 
 def test_each_configuration_is_a_server(tmp_path: Path) -> None:
-    servers = raydix_servers(Site(tmp_path, tmp_path, None), ["cpu_mixed", "cpu"])
+    servers = raydix_servers(Site(tmp_path, tmp_path), ["cpu_mixed", "cpu"])
     assert [server.name for server in servers] == ["raydix cpu_mixed", "raydix cpu"]
     assert [server.command[-2] for server in servers] == ["cpu_mixed", "cpu"]

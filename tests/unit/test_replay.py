@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import eviction, routing
+from benchmarks import eviction
 from benchmarks.replay import main, parse_roles, replay
 from benchmarks.replaying.bounds import hit_rates
 from benchmarks.replaying.cluster import Cluster
-from benchmarks.replaying.published import Dynamo, LMetric
-from benchmarks.replaying.report import CURVE_POINTS, curve, spread
+from benchmarks.replaying.report import spread
 from benchmarks.replaying.routers import ROUTERS, Managed
 from benchmarks.replaying.speeds import ConstantSpeeds, FittedSpeeds, read_costs
 from benchmarks.replaying.synthetic import SYNTHETIC, make_trace
@@ -243,26 +242,6 @@ def test_sessions_use_all_workers_though_their_fits_differ() -> None:
     assert used[:40] == used[40:80] == used[80:]
 
 
-def test_a_rule_that_counts_tokens_and_requests_keeps_count(trace: list[TraceRequest]) -> None:
-    for roles in ([Role.MIXED] * 3, [Role.PREFILL, Role.PREFILL, Role.DECODE]):
-        workers = [
-            ReplayWorker(f"{role}-{number}", role, BlockPool(12, 512), SPEEDS) for number, role in enumerate(roles)
-        ]
-        for rule in (LMetric(workers), Dynamo(workers)):
-            for _ in Cluster(workers, rule).run(trace):
-                assert sum(rule.num_requests.values()) > 0
-            assert set(rule.num_requests.values()) == set(rule.num_queued_tokens.values()) == {0}
-
-
-def test_dualmap_keeps_a_conversation_on_two_workers(trace: list[TraceRequest]) -> None:
-    jobs, _ = replay(trace, [Role.MIXED] * 8, 100, EvictionPolicy.LRU, "dualmap", SPEEDS)
-    used: dict[str, set[str]] = {}
-    for job in jobs:
-        used.setdefault(job.request.session, set()).add(job.prefill)
-    assert all(len(names) <= 2 for names in used.values())
-    assert len(set.union(*used.values())) > 2
-
-
 def test_what_fits_no_pool_is_refused() -> None:
     jobs, _ = replay(
         [request(0.0, 1, 2, 3), request(1.0, 4)], parse_roles(1, None), 3, EvictionPolicy.LRU, "directory", SPEEDS
@@ -368,27 +347,12 @@ def test_a_missing_trace_is_an_error(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_figures_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write(tmp_path / "trace.jsonl", *[row([1, 2 + number % 3], 1000 * number) for number in range(20)])
-    result, plot = tmp_path / "result.json", tmp_path / "plot.png"
-    assert main([str(trace), "--workers", "2", "--json", str(result), "--plot", str(plot)]) == 0
+    result = tmp_path / "result.json"
+    assert main([str(trace), "--workers", "2", "--json", str(result)]) == 0
     assert "prompt blocks hit" in capsys.readouterr().out
     report = json.loads(result.read_text())
     assert report["command"].startswith("python -m benchmarks.replay trace.jsonl")
     assert 0 < report["hit_rate"] <= report["one_shared_cache"]["infinite"]
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_routers_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = write(tmp_path / "trace.jsonl", *[row([1, 2 + number % 3], 1000 * number) for number in range(20)])
-    result = tmp_path / "result.json"
-    assert routing.main([str(trace), "--clusters", "2", "1:1", "--json", str(result)]) == 0
-    assert "lmetric" in capsys.readouterr().out
-    rows = json.loads(result.read_text())["routers"]
-    assert [each["router"] for each in rows] == list(ROUTERS)
-    for each in rows:
-        assert each["clusters"].keys() == {"2", "1:1"}
-        assert all(0 < figures["goodput_share"] <= 1 for figures in each["clusters"].values())
-    for wrong in (["--clusters", "many"], ["--routers", "magic"]):
-        assert routing.main([str(trace), *wrong]) == 2
 
 
 def test_percentiles_interpolate() -> None:
@@ -396,9 +360,3 @@ def test_percentiles_interpolate() -> None:
     assert figures == {"mean": 51, "p50": 51, "p90": 91, "p99": 100, "max": 101, "count": 101}
     assert spread([0.002]) == {"mean": 2, "p50": 2, "p90": 2, "p99": 2, "max": 2, "count": 1}
     assert spread([]) is None
-
-
-def test_a_curve_runs_from_least_to_most() -> None:
-    points = curve([0.003, 0.001, 0.002])
-    assert (points[0], points[100], points[-1], len(points)) == (1, 2, 3, CURVE_POINTS)
-    assert curve([]) == []
