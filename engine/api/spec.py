@@ -73,8 +73,8 @@ class ResponseTurn:
     num_own: int
     """Messages at the end that are the request's input. Instructions stand before, which a later response does not
     have."""
-    items: tuple[Mapping[str, object], ...]
-    """The input, as the API lists it, but without ids."""
+    items: tuple[bytes, ...]
+    """The input as the API lists it, without ids: JSON of each item."""
     repeated: Mapping[str, object]
     """Fields that the response repeats."""
     shows_messages: bool = False

@@ -2,8 +2,9 @@
 
 import secrets
 import time
-import uuid
 from collections.abc import Callable, Sequence
+
+import orjson
 
 from raydix.engine.api.openai_responses.conversations import (
     CONVERSATION,
@@ -16,7 +17,7 @@ from raydix.engine.api.openai_responses.conversations import (
     new_id,
 )
 from raydix.engine.api.openai_responses.items import with_ids
-from raydix.engine.api.responses import Json
+from raydix.engine.api.responses import ID_PREFIXES, Json
 from raydix.engine.core.answers.transcripts import transcript_name
 from raydix.engine.core.errors import ConversationNotFoundError, RequestError, ServiceError
 from raydix.engine.core.tenants import Tenant, salt_of
@@ -74,16 +75,18 @@ class KeptConversations:
         is not kept any more, or cannot be changed now."""
         turn, [answer] = job.spec.turn, job.answers
         assert turn is not None and turn.conversation is not None
-        own = with_ids(turn.items, uuid.uuid4().hex)
+        # Named by the response, so that both runners of one in the background add the same.
+        own = with_ids(turn.items, f"{job.head.id.removeprefix(ID_PREFIXES['responses'])}_in")
+        made = {str(item["id"]): orjson.dumps(item) for item in output}
         shown = self._shown(answer.token_ids, answer.text)
         item_ids = [str(item["id"]) for item in output if item["type"] != "compaction"]
-        known = None if shown is None else KnownAnswer(item_ids, answer.text, shown)
+        known = None if shown is None else KnownAnswer.of(item_ids, answer.text, shown)
         try:
             await self.change(
                 turn.conversation,
                 job.tenant,
                 job.spec.retention.salt,
-                lambda conversation: conversation.with_items([*own, *output], known),
+                lambda conversation: conversation.with_items({**own, **made}, known),
                 has_limit=False,  # an answer is bounded by the context
             )
         except (ConversationNotFoundError, ServiceError):

@@ -5,14 +5,17 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import orjson
+
 from raydix.engine.api.openai_responses.answers import cancelled, failed, under_way
 from raydix.engine.api.openai_responses.conversations import CONVERSATION
-from raydix.engine.api.openai_responses.items import with_ids
+from raydix.engine.api.openai_responses.items import lines_of, with_ids
 from raydix.engine.api.openai_responses.stored import (
     REVISION_BYTES,
     Claim,
     State,
     StoredResponse,
+    answer_of,
     beginning_of,
     encoded,
     going_on,
@@ -72,16 +75,15 @@ class StoredResponses:
         for each in earlier:
             if each.state != "ended":
                 raise RequestError(_WITHOUT_ANSWER[each.state], param="previous_response_id")
-        return going_on(spec, earlier)
+        # In a thread: there may be many, and a client chooses how much each of them has.
+        return await asyncio.to_thread(going_on, spec, earlier)
 
     async def keep(self, job: Job, response: bytes) -> bool:
         """Keep the response, as JSON, of a finished job; returns whether the response is kept. One in the background
         waits for a keeper that is away."""
         [answer], claim = job.answers, job.claim
         shown = self._shown(answer.token_ids, answer.text)
-        stored = replace(
-            self._stored(job, response), text=answer.text, token_ids=None if shown is None else tuple(shown)
-        )
+        stored = replace(self._stored(job, response), answer=answer_of(answer.text, shown))
         if claim is not None:
             run = claim.stored.run
             assert run is not None
@@ -156,10 +158,8 @@ class StoredResponses:
         return StoredResponse(
             response=response,
             previous=spec.turn.previous,
-            items=with_ids(spec.turn.items, job.head.id.removeprefix(ID_PREFIXES["responses"])),
-            messages=spec.messages[len(spec.messages) - spec.turn.num_own :],
-            text="",
-            token_ids=None,
+            items=b"\n".join(lines_of(with_ids(spec.turn.items, job.head.id.removeprefix(ID_PREFIXES["responses"])))),
+            messages=orjson.dumps(spec.messages[len(spec.messages) - spec.turn.num_own :]),
             conversation=spec.turn.conversation,
             in_background=spec.turn.in_background,
         )

@@ -242,7 +242,7 @@ def test_a_call_and_its_result_go_back_as_they_came() -> None:
     assert spec.messages[1]["tool_calls"] == [{"id": "c", "type": "function", "function": function}]
     assert spec.messages[2] == {"role": "tool", "content": "done", "tool_call_id": "c"}
     assert spec.turn is not None
-    assert [item["type"] for item in spec.turn.items] == [item["type"] for item in items]
+    assert [json.loads(item)["type"] for item in spec.turn.items] == [item["type"] for item in items]
 
     called = {"id": "c", "type": "custom", "custom": {"name": "apply_patch", "input": GOOD}}
     said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [called]}]

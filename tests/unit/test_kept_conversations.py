@@ -13,9 +13,11 @@ from raydix.engine.api.openai_responses.conversations import (
     MAX_METADATA,
     REVISION_BYTES,
     Conversation,
+    KnownAnswer,
     beginning_of,
     encoded,
 )
+from raydix.engine.api.openai_responses.stored import PageQuery
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from raydix.engine.core.types import FinishReason
 from tests.unit.ingress import ANSWER, Replica, Reply, Served, body_of, call
@@ -57,10 +59,28 @@ def texts(items: list[Any]) -> list[str]:
 
 def test_any_revision_leaves_the_conversation_as_it_is() -> None:
     for revision in (bytes(REVISION_BYTES), CONVERSATION * REVISION_BYTES, b"~" * REVISION_BYTES):
-        conversation = Conversation(7, {"topic": "x"}, ({"id": "a"},))
+        conversation = Conversation(7, {"topic": "x"}, {"a": b'{"id":"a"}'}, (KnownAnswer.of(["a"], "x\n", [1]),))
         data = encoded(conversation, revision)
         assert Conversation.decode(data) == conversation
         assert beginning_of(data) == CONVERSATION + revision
+
+
+def test_a_conversation_is_listed_and_changed_without_being_read() -> None:
+    """Reading a megabyte takes long, and all of this is done on the event loop."""
+    items = {f"i{number}": b"{not read" for number in range(3)}
+    answers = (KnownAnswer(("i1", "i2"), b"[not read"), KnownAnswer(("i0",), b""))
+    known = Conversation.decode(encoded(Conversation(7, {}, items, answers), bytes(REVISION_BYTES)))
+    assert (known.items, known.answers) == (items, answers)
+    grown = known.with_items({"i3": b"{nor this"}, KnownAnswer(("i3",), b""))
+    assert known.item("i1") == b"{not read" and [*grown.items] == ["i0", "i1", "i2", "i3"]
+    assert grown.without("i2").answers == (answers[1], KnownAnswer(("i3",), b""))
+    page = PageQuery(limit=2, order="asc", after="i0").page(grown.items)
+    assert page == (b'{"object":"list","data":[{not read,{not read],"first_id":"i1","last_id":"i2","has_more":true}')
+
+
+def test_what_is_added_again_is_there_once() -> None:
+    known = Conversation(7, {}).with_items({"a": b"1"}, KnownAnswer(("a",), b"[]"))
+    assert known.with_items({"a": b"1"}, KnownAnswer(("a",), b"[]")) == known
 
 
 def test_an_id_of_the_other_kind_is_not_found(served: Served) -> None:

@@ -426,7 +426,7 @@ def test_reasoning_goes_back_with_the_message_behind() -> None:
         ("assistant", "", "c"),
         ("user", "hi", None),
     ]
-    assert spec.turn is not None and spec.turn.items[1]["content"] == thought("a")["content"]
+    assert spec.turn is not None and json.loads(spec.turn.items[1])["content"] == thought("a")["content"]
     assert spec.messages[1]["tool_calls"]
 
 

@@ -4,23 +4,27 @@ from dataclasses import replace
 
 import orjson
 
-from raydix.engine.api.openai_responses.stored import Run, StoredResponse, beginning_of, encoded
+from raydix.engine.api.openai_responses.items import lines_of
+from raydix.engine.api.openai_responses.stored import Run, StoredResponse, answer_of, beginning_of, encoded
 from raydix.engine.api.responses import Json
 from raydix.engine.api.resuming import Origin
 
-ITEMS: tuple[Json, ...] = ({"type": "message", "id": "i", "content": "one\ntwo"},)
-MESSAGES = ({"role": "user", "content": "one\ntwo"},)
+ITEM: Json = {"type": "message", "id": "i", "content": "one\ntwo"}
+ITEMS = b"\n".join(lines_of({"i": orjson.dumps(ITEM)}))
+MESSAGES = [{"role": "user", "content": "one\ntwo"}]
 
 
 def test_the_object_of_the_api_is_not_read() -> None:
     response = b"\n{not read\n"
-    stored = StoredResponse(response, "resp_a", ITEMS, MESSAGES, "three\n", (1, 2))
+    stored = StoredResponse(response, "resp_a", ITEMS, orjson.dumps(MESSAGES), answer_of("three\n", (1, 2)))
     assert StoredResponse.decode(encoded(stored)) == stored
+    assert stored.input_items() == {"i": orjson.dumps(ITEM)}
+    assert stored.turns() == (MESSAGES, "three\n", (1, 2))
 
 
 def test_a_response_under_way_has_all_that_is_needed_to_generate_it_again() -> None:
     run = Run(b'{"input": "a\nb"}\n', "s", True, Origin("u", 1, 2, "fp_1"))
-    stored = StoredResponse(b"{}", None, ITEMS, MESSAGES, "", None, in_background=True, state="under_way", run=run)
+    stored = StoredResponse(b"{}", None, ITEMS, b"[]", in_background=True, state="under_way", run=run)
     for revision in (b"\n" * 16, b"{" * 16):
         data = encoded(stored, revision)
         assert data.startswith(beginning_of(revision)) and StoredResponse.decode(data) == stored
@@ -30,7 +34,11 @@ def test_a_response_under_way_has_all_that_is_needed_to_generate_it_again() -> N
 
 def test_a_response_that_an_older_server_has_stored_is_found() -> None:
     response = {"id": "resp_b", "previous_response_id": "resp_a", "output": ["a\nb"]}
-    own = {"items": ITEMS, "messages": MESSAGES, "text": "three", "token_ids": (1, 2)}
-    found = StoredResponse.decode(orjson.dumps({"response": response, **own}))
-    assert orjson.loads(found.response) == response
-    assert (found.previous, found.items, found.text) == ("resp_a", ITEMS, "three")
+    own = {"items": [ITEM], "messages": MESSAGES, "text": "three", "token_ids": (1, 2)}
+    whole = orjson.dumps({"response": response, **own})
+    apart = orjson.dumps({"previous": "resp_a", **own}) + b"\n" + orjson.dumps(response)
+    for data in (whole, apart):
+        found = StoredResponse.decode(data)
+        assert orjson.loads(found.response) == response
+        assert (found.previous, found.input_items()) == ("resp_a", {"i": orjson.dumps(ITEM)})
+        assert found.turns() == (MESSAGES, "three", (1, 2))

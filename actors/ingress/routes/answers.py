@@ -99,7 +99,7 @@ async def response(request: Request, response_id: str) -> Response:
 
 async def input_items(request: Request, response_id: str) -> Response:
     query = PageQuery.of(request.query_params)
-    return json_response(orjson.dumps(query.of_items((await _stored(request, response_id, query)).items)))
+    return json_response(query.page((await _stored(request, response_id, query)).input_items()))
 
 
 async def delete_response(request: Request, response_id: str) -> Response:

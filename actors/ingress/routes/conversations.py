@@ -14,11 +14,11 @@ from raydix.engine.api import routes
 from raydix.engine.api.openai_responses.conversations import (
     Conversation,
     deleted_body,
-    items_body,
     parse_added,
     parse_create,
     parse_update,
 )
+from raydix.engine.api.openai_responses.items import list_body
 from raydix.engine.api.openai_responses.stored import PageQuery, StoredQuery
 from raydix.engine.api.route import Route
 from raydix.engine.serving.kept_conversations import Change
@@ -49,18 +49,18 @@ async def delete_conversation(request: Request, conversation_id: str) -> Respons
 
 async def items(request: Request, conversation_id: str) -> Response:
     query = PageQuery.of(request.query_params)
-    return json_response(orjson.dumps(query.of_items((await _found(request, conversation_id, query)).items)))
+    return json_response(query.page((await _found(request, conversation_id, query)).items))
 
 
 async def add_items(request: Request, conversation_id: str) -> Response:
     added = await asyncio.to_thread(parse_added, await replica(request).body_of(request))
     await _changed(request, conversation_id, lambda known: known.with_items(added))
-    return json_response(items_body(added))
+    return json_response(list_body(added))
 
 
 async def item(request: Request, conversation_id: str, item_id: str) -> Response:
     known = await _found(request, conversation_id, StoredQuery.of(request.query_params))
-    return json_response(orjson.dumps(known.item(item_id)))
+    return json_response(known.item(item_id))
 
 
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:

@@ -1,19 +1,31 @@
 """Conversations that the server keeps: items, which clients list, add and delete, and which responses add to.
 
-A conversation is bytes: `CONVERSATION`, a revision by which changes at several replicas are told apart, and JSON. It
-has the items as the API lists them, and of each answer the generated text with its token ids: as long as all items of
-an answer are there, it stands in later prompts with exactly these ids, and the prompt before it is found in the cache.
+A conversation is bytes: `CONVERSATION`, a revision by which changes at several replicas are told apart, and lines: one
+of JSON with what the API shows of the conversation, one for each item as the API lists it, and one for each answer with
+the generated text and its token ids. As long as all items of an answer are there, it stands in later prompts with
+exactly these ids, and the prompt before it is found in the cache.
+
+Items and answers are lines so that a conversation of a megabyte is listed and changed without being read, on the event
+loop. It is read where prompts are made (`resolved`).
 """
 
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Self
 
 import orjson
 from pydantic import BeforeValidator, FailFast, Field, StringConstraints, WithJsonSchema
 
-from raydix.engine.api.openai_responses.items import Item, as_items, messages_of, with_ids
+from raydix.engine.api.openai_responses.items import (
+    Item,
+    KeptItems,
+    as_items,
+    items_of,
+    lines_of,
+    messages_of,
+    with_ids,
+)
 from raydix.engine.api.prompts import MAX_LABEL_LEN
 from raydix.engine.api.responses import Json
 from raydix.engine.api.spec import ChatMessage, ContinuedAnswer, GenerationSpec
@@ -98,7 +110,7 @@ def parse_update(body: bytes) -> Json:
     return dict(parse_body(UpdateConversation, _small(body)).metadata or {})
 
 
-def parse_added(body: bytes) -> tuple[Json, ...]:
+def parse_added(body: bytes) -> KeptItems:
     """The items in a body, with ids. Raises RequestError naming the field."""
     return _listed(parse_body(AddItems, _small(body)).items)
 
@@ -109,8 +121,8 @@ def _small(body: bytes) -> bytes:
     return body
 
 
-def _listed(items: Sequence[Item]) -> tuple[Json, ...]:
-    return with_ids([item.listed() for item in items], uuid.uuid4().hex)
+def _listed(items: Sequence[Item]) -> KeptItems:
+    return with_ids((item.listed() for item in items), uuid.uuid4().hex)
 
 
 # Conversations
@@ -120,10 +132,19 @@ def _listed(items: Sequence[Item]) -> tuple[Json, ...]:
 class KnownAnswer:
     """An answer of a response, of which the ids are known."""
 
-    item_ids: Sequence[str]
+    item_ids: tuple[str, ...]
     """Ids of its items, one behind the other; at least one."""
-    text: str
-    token_ids: Sequence[int]
+    content: bytes
+    """The generated text and its token ids, as JSON."""
+
+    @classmethod
+    def of(cls, item_ids: Sequence[str], text: str, token_ids: Sequence[int]) -> Self:
+        return cls(tuple(item_ids), orjson.dumps([text, [*token_ids]]))
+
+    def text_and_ids(self) -> tuple[str, tuple[int, ...]]:
+        """The generated text, and its token ids."""
+        text, token_ids = orjson.loads(self.content)
+        return text, tuple(token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,34 +154,42 @@ class Conversation:
     created_at: int
     """Seconds since 1970."""
     metadata: Json
-    items: tuple[Json, ...]
+    items: KeptItems = field(default_factory=dict)
     answers: tuple[KnownAnswer, ...] = ()
 
     @classmethod
     def decode(cls, data: bytes) -> "Conversation":
         """The conversation that `encoded` made the bytes of."""
-        fields = orjson.loads(data[len(CONVERSATION) + REVISION_BYTES :])
-        answers = tuple(KnownAnswer(**each) for each in fields["answers"])
-        return cls(fields["created_at"], fields["metadata"], tuple(fields["items"]), answers)
+        head, *lines = data[len(CONVERSATION) + REVISION_BYTES :].split(b"\n")
+        own = orjson.loads(head)
+        border = own["num_items"]
+        answers = (line.partition(b" ") for line in lines[border:])
+        return cls(
+            own["created_at"],
+            own["metadata"],
+            items_of(lines[:border]),
+            tuple(KnownAnswer(tuple(ids.decode().split(",")), content) for ids, _, content in answers),
+        )
 
-    def with_items(self, items: Sequence[Json], answer: KnownAnswer | None = None) -> "Conversation":
-        """The conversation with more items, among them those of an answer."""
-        answers = self.answers if answer is None else (*self.answers, answer)
-        return replace(self, items=(*self.items, *items), answers=answers)
+    def with_items(self, items: KeptItems, answer: KnownAnswer | None = None) -> "Conversation":
+        """The conversation with more items, among them those of an answer. Items that it has already stay as they are:
+        an answer that was generated a second time after the death of a replica is added once."""
+        is_new = answer is not None and all(answer.item_ids != known.item_ids for known in self.answers)
+        answers = (*self.answers, answer) if answer is not None and is_new else self.answers
+        return replace(self, items={**self.items, **items}, answers=answers)
 
     def without(self, item_id: str) -> "Conversation":
         """The conversation without an item, and without the ids of the answer that it was a part of. Raises
         NotFoundError if there is none of this id."""
         self.item(item_id)
-        items = tuple(item for item in self.items if item["id"] != item_id)
+        items = {each: item for each, item in self.items.items() if each != item_id}
         return replace(self, items=items, answers=tuple(each for each in self.answers if item_id not in each.item_ids))
 
-    def item(self, item_id: str) -> Json:
+    def item(self, item_id: str) -> bytes:
         """The item of an id. Raises NotFoundError."""
-        for item in self.items:
-            if item["id"] == item_id:
-                return item
-        raise NotFoundError(f"The conversation has no item '{item_id[:100]}'.", param="item_id")
+        if item_id not in self.items:
+            raise NotFoundError(f"The conversation has no item '{item_id[:100]}'.", param="item_id")
+        return self.items[item_id]
 
     def shown(self, conversation_id: str) -> Json:
         """The object of the API."""
@@ -175,7 +204,14 @@ class Conversation:
 def encoded(conversation: Conversation, revision: bytes) -> bytes:
     """A conversation as bytes. `revision`, of `REVISION_BYTES` random bytes, tells these from all others."""
     assert len(revision) == REVISION_BYTES
-    return CONVERSATION + revision + orjson.dumps(asdict(conversation))
+    own = {
+        "created_at": conversation.created_at,
+        "metadata": conversation.metadata,
+        "num_items": len(conversation.items),
+    }
+    answers = [b"%s %s" % (",".join(each.item_ids).encode(), each.content) for each in conversation.answers]
+    lines = [orjson.dumps(own), *lines_of(conversation.items), *answers]
+    return CONVERSATION + revision + b"\n".join(lines)
 
 
 def beginning_of(data: bytes) -> bytes:
@@ -193,12 +229,6 @@ def deleted_body(conversation_id: str) -> bytes:
     return orjson.dumps({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
-def items_body(items: Sequence[Json]) -> bytes:
-    """Body with the items that were added."""
-    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
-    return orjson.dumps({"object": "list", "data": items, **ends, "has_more": False})
-
-
 # Prompts
 
 
@@ -209,10 +239,12 @@ def resolved(spec: GenerationSpec) -> GenerationSpec:
     first = len(spec.messages) - spec.turn.num_own
     messages: list[ChatMessage] = [*spec.messages[:first]]
     continued = []
-    for part in _parts(_since_compaction(conversation)):
+    items = [orjson.loads(item) for item in conversation.items.values()]
+    for part in _parts(_since_compaction(items), conversation.answers):
         if isinstance(part, KnownAnswer):
-            continued.append(ContinuedAnswer(len(messages), None, token_ids=tuple(part.token_ids)))
-            messages.append({"role": "assistant", "content": part.text})
+            text, token_ids = part.text_and_ids()
+            continued.append(ContinuedAnswer(len(messages), None, token_ids=token_ids))
+            messages.append({"role": "assistant", "content": text})
         else:
             read = [Item.model_validate(item) for item in part]
             messages += [message.for_template() for message in messages_of(read)]
@@ -220,24 +252,23 @@ def resolved(spec: GenerationSpec) -> GenerationSpec:
     return replace(spec, messages=(*messages, *spec.messages[first:]), continued=tuple(continued), turn=turn)
 
 
-def _since_compaction(conversation: Conversation) -> Conversation:
-    """The conversation from its last compaction on: before it only the system's messages count."""
-    places = [number for number, item in enumerate(conversation.items) if item["type"] == "compaction"]
+def _since_compaction(items: Sequence[Json]) -> Sequence[Json]:
+    """The items from the last compaction on: before it only the system's messages count."""
+    places = [number for number, item in enumerate(items) if item["type"] == "compaction"]
     if not places:
-        return conversation
-    before, behind = conversation.items[: places[-1]], conversation.items[places[-1] :]
-    kept = (item for item in before if item.get("role") in ("system", "developer"))
-    return replace(conversation, items=(*kept, *behind))
+        return items
+    before, behind = items[: places[-1]], items[places[-1] :]
+    return [*(item for item in before if item.get("role") in ("system", "developer")), *behind]
 
 
-def _parts(conversation: Conversation) -> Iterator[KnownAnswer | list[Json]]:
+def _parts(items: Sequence[Json], answers: Sequence[KnownAnswer]) -> Iterator[KnownAnswer | list[Json]]:
     """The answers of which all items are there, and the runs of items between them."""
-    known = {answer.item_ids[0]: answer for answer in conversation.answers}
-    items, run, at = conversation.items, list[Json](), 0
+    known: Mapping[str, KnownAnswer] = {answer.item_ids[0]: answer for answer in answers}
+    run, at = list[Json](), 0
     while at < len(items):
         answer = known.get(str(items[at]["id"]))
-        there = [] if answer is None else [item["id"] for item in items[at : at + len(answer.item_ids)]]
-        if answer is None or there != list(answer.item_ids):
+        there = () if answer is None else tuple(item["id"] for item in items[at : at + len(answer.item_ids)])
+        if answer is None or there != answer.item_ids:
             run.append(items[at])
             at += 1
             continue

@@ -1,8 +1,9 @@
 """Items of a request's input: read, as chat templates know them, and as the API lists them."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
 
+import orjson
 from pydantic import BeforeValidator, Field
 
 from raydix.engine.api.openai_responses.compaction import text_of
@@ -114,8 +115,11 @@ class Item(LenientModel):
     )
     output: Content = Field(default="", description="Of a result: a text, or a list of text parts.")
 
-    def listed(self) -> Json:
-        """The item as `/v1/responses/{id}/input_items` lists it, without an id."""
+    def listed(self) -> bytes:
+        """The item as `/v1/responses/{id}/input_items` lists it, without an id, as JSON."""
+        return orjson.dumps(self._listed())
+
+    def _listed(self) -> Json:
         item: Json = {"type": self.type, "status": "completed"}
         if self.type == "compaction":
             return {"type": self.type, "encrypted_content": self.encrypted_content}
@@ -178,6 +182,34 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
     return [Message.model_validate(message) for message in messages]
 
 
-def with_ids(items: Sequence[Mapping[str, object]], unique: str) -> tuple[Json, ...]:
-    """Listed items with ids, of which `unique` is a part."""
-    return tuple({"id": f"msg_{unique}_{number}", **item} for number, item in enumerate(items))
+# Items as they are kept
+
+
+KeptItems: TypeAlias = Mapping[str, bytes]
+"""Items as the API lists them, in their order: each as JSON, by its id. They are kept, listed and given back without
+being read."""
+
+
+def with_ids(items: Iterable[bytes], unique: str) -> dict[str, bytes]:
+    """Items (`Item.listed`) with ids, of which `unique` is a part."""
+    named = ((f"msg_{unique}_{number}", item) for number, item in enumerate(items))
+    # The id goes before the other fields of the object.
+    return {item_id: b'{"id":"%s",%s' % (item_id.encode(), item[1:]) for item_id, item in named}
+
+
+def lines_of(items: KeptItems) -> list[bytes]:
+    """A line for each item: its id, a space, and its JSON."""
+    return [b"%s %s" % (item_id.encode(), data) for item_id, data in items.items()]
+
+
+def items_of(lines: Iterable[bytes]) -> dict[str, bytes]:
+    """The items that `lines_of` made the lines of."""
+    return {item_id.decode(): data for item_id, _, data in (line.partition(b" ") for line in lines)}
+
+
+def list_body(items: KeptItems, *, has_more: bool = False) -> bytes:
+    """A list of the API with these items."""
+    ids = [*items]
+    first, last = (ids[0], ids[-1]) if ids else (None, None)
+    data = [orjson.Fragment(item) for item in items.values()]
+    return orjson.dumps({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more})

@@ -8,6 +8,7 @@ import orjson
 from pydantic import Field, ValidationError
 
 from raydix.engine.api.known import Ignored, Unsupported
+from raydix.engine.api.openai_responses.items import KeptItems, items_of, lines_of, list_body
 from raydix.engine.api.responses import Json
 from raydix.engine.api.resuming import Origin
 from raydix.engine.api.spec import ChatMessage, ContinuedAnswer, GenerationSpec
@@ -38,20 +39,19 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One response, and its part of the conversation."""
+    """One response, and its part of the conversation. What may have megabytes stays as it is kept, and is read by those
+    alone who need it."""
 
     response: bytes
     """The object of the API as JSON, which nobody here reads: with log-probabilities it has tens of megabytes."""
     previous: str | None
     """Id of the response that it goes on from."""
-    items: tuple[Json, ...]
-    """The input, as the API lists it."""
-    messages: tuple[ChatMessage, ...]
-    """The input, as chat templates know it."""
-    text: str
-    """The generated text."""
-    token_ids: tuple[int, ...] | None
-    """Ids of the text in later prompts; None where the text itself stands there."""
+    items: bytes
+    """The input as the API lists it, in lines (`raydix.engine.api.openai_responses.items.lines_of`)."""
+    messages: bytes
+    """The input as chat templates know it, as JSON."""
+    answer: bytes = b"null"
+    """The generated text, and its ids in later prompts or null where the text itself stands there, as JSON."""
     conversation: str | None = None
     """Id of the conversation that it belongs to."""
     in_background: bool = False
@@ -63,39 +63,65 @@ class StoredResponse:
     def decode(cls, data: bytes) -> "StoredResponse":
         """The response that `encoded` made the bytes of."""
         start = len(UNDER_WAY) + REVISION_BYTES if data.startswith(UNDER_WAY) else 0
-        own, _, response = data[start:].partition(b"\n")
+        own, _, rest = data[start:].partition(b"\n")
         fields = orjson.loads(own)
-        if run := fields.pop("run", None):
-            body, rest = _cut(response, run.pop("body_bytes"))
-            earlier, response = _cut(rest, run.pop("earlier_bytes"))
-            fields["run"] = Run(body, origin=Origin(**run.pop("origin")), earlier=earlier, **run)
-        for name in ("items", "messages", "token_ids"):
-            fields[name] = None if fields[name] is None else tuple(fields[name])
-        if not response:  # an older server wrote everything as one object
-            response = orjson.dumps(fields.pop("response"))
-            fields["previous"] = orjson.loads(response)["previous_response_id"]
-        return cls(response=response, **fields)
+        sizes, run = fields.pop("sizes", None), fields.pop("run", None)
+        if sizes is None:
+            return _of_older(fields, rest)
+        parts = []
+        for size in sizes:
+            parts.append(rest[:size])
+            rest = rest[size:]
+        items, messages, answer, body, earlier = parts
+        if run is not None:
+            run = Run(body, run["session"], run["streams"], Origin(**run["origin"]), earlier)
+        return cls(rest, items=items, messages=messages, answer=answer, run=run, **fields)
+
+    def input_items(self) -> KeptItems:
+        """The input as the API lists it."""
+        return items_of(self.items.splitlines())
+
+    def turns(self) -> tuple[list[ChatMessage], str, tuple[int, ...] | None]:
+        """The input as chat templates know it, the generated text, and its ids in later prompts."""
+        text, token_ids = orjson.loads(self.answer)
+        return orjson.loads(self.messages), text, None if token_ids is None else tuple(token_ids)
+
+
+def answer_of(text: str, token_ids: Sequence[int] | None) -> bytes:
+    """A generated text with its ids, as `StoredResponse.answer`."""
+    return orjson.dumps([text, None if token_ids is None else [*token_ids]])
 
 
 def encoded(stored: StoredResponse, revision: bytes = b"") -> bytes:
-    """A stored response as bytes: a line with all but the object of the API and what a run needs, and behind it
-    these. Of a response under way the `revision` stands before it, by which its data is told from all others."""
-    own: Json = {name: getattr(stored, name) for name in ("previous", "items", "messages", "text", "token_ids")}
+    """A stored response as bytes: a line of JSON with what is always read, and behind it the other parts, the object of
+    the API last. Of a response under way the `revision` stands before it, by which its data is told from all others."""
+    run = stored.run
+    parts = [stored.items, stored.messages, stored.answer, *((b"", b"") if run is None else (run.body, run.earlier))]
+    own: Json = {"previous": stored.previous, "sizes": [*map(len, parts)]}
     if stored.in_background:
         own |= {"in_background": True, "state": stored.state}
     if stored.conversation is not None:
         own["conversation"] = stored.conversation
-    body = earlier = b""
-    if (run := stored.run) is not None:
-        body, earlier = run.body, run.earlier
-        sizes = {"body_bytes": len(body), "earlier_bytes": len(earlier)}
-        own["run"] = {"session": run.session, "streams": run.streams, "origin": asdict(run.origin), **sizes}
+    if run is not None:
+        own["run"] = {"session": run.session, "streams": run.streams, "origin": asdict(run.origin)}
     beginning = beginning_of(revision) if stored.state == "under_way" else b""
-    return b"".join((beginning, orjson.dumps(own), b"\n", body, earlier, stored.response))
+    return b"".join((beginning, orjson.dumps(own), b"\n", *parts, stored.response))
 
 
-def _cut(data: bytes, size: int) -> tuple[bytes, bytes]:
-    return data[:size], data[size:]
+def _of_older(own: Json, response: bytes) -> StoredResponse:
+    """The response that an older server has stored: as one object, or as all but the response and behind it that."""
+    if not response:
+        response = orjson.dumps(own["response"])
+        own["previous"] = orjson.loads(response)["previous_response_id"]
+    fields: Any = own
+    items = {item["id"]: orjson.dumps(item) for item in fields["items"]}
+    return StoredResponse(
+        response,
+        fields["previous"],
+        items=b"\n".join(lines_of(items)),
+        messages=orjson.dumps(fields["messages"]),
+        answer=answer_of(fields["text"], fields["token_ids"]),
+    )
 
 
 def beginning_of(revision: bytes) -> bytes:
@@ -130,10 +156,11 @@ def going_on(spec: GenerationSpec, earlier: Sequence[StoredResponse]) -> Generat
     messages = [*spec.messages[:first]]
     continued = []
     for each in earlier:
-        messages += each.messages
-        if each.token_ids is not None:
-            continued.append(ContinuedAnswer(len(messages), None, token_ids=each.token_ids))
-        messages.append({"role": "assistant", "content": each.text})
+        said, text, token_ids = each.turns()
+        messages += said
+        if token_ids is not None:
+            continued.append(ContinuedAnswer(len(messages), None, token_ids=token_ids))
+        messages.append({"role": "assistant", "content": text})
     turn = replace(spec.turn, is_whole=True)
     return replace(spec, messages=(*messages, *spec.messages[first:]), continued=tuple(continued), turn=turn)
 
@@ -188,19 +215,12 @@ class PageQuery(StoredQuery):
     after: str | None = None
     before: Unsupported = None
 
-    def of_items(self, items: Sequence[Json]) -> Json:
-        """The page. Raises RequestError if `after` is no item's id."""
-        ordered = [*items] if self.order == "asc" else [*reversed(items)]
-        ids = [str(item["id"]) for item in ordered]
-        if self.after is not None and self.after not in ids:
+    def page(self, items: KeptItems) -> bytes:
+        """The page of some items. Raises RequestError if `after` is no item's id."""
+        ids = [*items] if self.order == "asc" else [*reversed([*items])]
+        if self.after is not None and self.after not in items:
             raise RequestError(f"'after' names no item: '{self.after[:100]}'.", param="after")
 
         start = 0 if self.after is None else ids.index(self.after) + 1
-        data = ordered[start : start + self.limit]
-        return {
-            "object": "list",
-            "data": data,
-            "first_id": data[0]["id"] if data else None,
-            "last_id": data[-1]["id"] if data else None,
-            "has_more": start + self.limit < len(ordered),
-        }
+        shown = ids[start : start + self.limit]
+        return list_body({each: items[each] for each in shown}, has_more=start + self.limit < len(ids))
