@@ -239,6 +239,13 @@ class DraftedTokens(Shape):
     accepted: int = Field(description="Of these, part of the answer.")
 
 
+class ExplainedBranch(Shape):
+    """Where a session left another one."""
+
+    of: str = Field(description="Id of the answer of the other session that was under way.")
+    blocks: int = Field(description="Leading blocks that both prompts have.")
+
+
 class ExplainedSession(Shape):
     """A session, as it was at the admission of one of its requests."""
 
@@ -246,6 +253,9 @@ class ExplainedSession(Shape):
     blocks: int = Field(description="Blocks of its own.")
     pauses: int = Field(description="Requests that waited for the session's turn.")
     paused_s: float = Field(description="How long they waited in all, in seconds.")
+    branch: ExplainedBranch | None = Field(
+        description="Set if its first prompt extended a session whose request was under way: a sub-agent, a fork."
+    )
 
 
 class Attempt(Shape):

@@ -932,7 +932,17 @@ def test_a_session_without_room_waits_for_its_turn(make_directory: MakeDirectory
     [choice] = explained(directory, "b1", None, 2.0)
     [attempt] = orjson.loads(orjson.dumps(choice))["attempts"]
     assert choice["paused"] is None
-    assert attempt["session"] == {"requests": 2, "blocks": 4, "pauses": 1, "paused_s": 1.5}
+    assert attempt["session"] == {"requests": 2, "blocks": 4, "pauses": 1, "paused_s": 1.5, "branch": None}
+
+
+def test_a_branch_names_the_answer_that_it_left(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "w", Role.MIXED)
+    admit(directory, "chatcmpl-main-0-aa", *prompt("a", 3))
+    admit(directory, "chatcmpl-sub-0-aa", *prompt("a", 5))
+    [choice] = explained(directory, "chatcmpl-sub", None, 1.0)
+    [attempt] = orjson.loads(orjson.dumps(choice))["attempts"]
+    assert attempt["session"]["branch"] == {"of": "chatcmpl-main", "blocks": 3}
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raydix.engine.core.manager.placement import NO_WORKERS, SessionWorkers
-from raydix.engine.core.manager.sessions import Session, Sessions
+from raydix.engine.core.manager.sessions import Branch, Found, Session, Sessions
 from raydix.engine.core.types import AdmitRequest, BlockHash, CacheHints, FinishReason
 
 SYSTEM = [f"system {number}".encode() for number in range(20)]
@@ -99,6 +99,7 @@ def test_a_request_beside_another_one_of_its_session_is_a_branch() -> None:
     agent = scene.begin(blocks("a", 30))
     sub_agent = scene.begin(blocks("a", 30) + blocks("sub", 10))
     assert sub_agent is not agent
+    assert agent.branch is None and sub_agent.branch == Branch(min(agent.running), 30)
     scene.end(agent)
     scene.end(sub_agent)
     assert scene.turn(blocks("a", 30) + blocks("sub", 20)) is sub_agent
@@ -136,10 +137,10 @@ def test_the_last_workers_are_remembered_by_blocks_and_by_name() -> None:
 def test_another_attempt_is_the_same_request() -> None:
     sessions = Sessions()
     workers = SessionWorkers("w", "w")
-    session = sessions.admitted(asking("r", blocks("a", 30)), None, 0, workers, 0.0)
+    session = sessions.admitted(asking("r", blocks("a", 30)), Found(), 0, workers, 0.0)
     again = asking("r", blocks("a", 31), attempt=1)
-    assert sessions.find(again) is session
-    sessions.admitted(again, session, 30, workers, 1.0)
+    assert sessions.find(again).session is session
+    sessions.admitted(again, Found(session), 30, workers, 1.0)
     assert session.num_requests == 1
     sessions.stopped("r", FinishReason.LENGTH)
     sessions.ended("r", 2.0)
@@ -155,7 +156,7 @@ def test_the_least_used_session_without_a_request_is_forgotten() -> None:
     scene.turn(blocks("b", 30), name="b")
     kept = scene.turn(blocks("c", 30), name="c")
     assert {session.number for session in scene.sessions} == {running.number, kept.number}
-    assert scene.sessions.find(asking("r", blocks("b", 40), name="b")) is None
+    assert scene.sessions.find(asking("r", blocks("b", 40), name="b")).session is None
     scene.begin(SYSTEM)
     scene.begin(SYSTEM[:5])
     assert len(scene.sessions) == 3, "those with requests stay"

@@ -282,7 +282,8 @@ class Directory:
         if not self.fleet:
             raise NoWorkerError("no worker is ready")
         is_new = request.attempt == 0 and request.request_id not in self._reservations
-        session = self.sessions.find(request)
+        found = self.sessions.find(request)
+        session = found.session
         if is_new and session is not None and not request.is_behind:
             paused = self._turn_of(session, request, now)
             if paused is not None:
@@ -316,9 +317,13 @@ class Directory:
             self.fleet.elastic_load.admitted(placement.chosen.compute_s, now)
         self._reservations[request.request_id] = reservation
         num_known = next((index for index, record in enumerate(records) if record is None), len(records))
-        session = self.sessions.admitted(request, session, num_known, SessionWorkers(prefill, decode), now)
+        session = self.sessions.admitted(request, found, num_known, SessionWorkers(prefill, decode), now)
         decision.session = SessionFacts(
-            session.num_requests, self.sessions.footprint(session), session.num_pauses, session.paused_s
+            session.num_requests,
+            self.sessions.footprint(session),
+            session.num_pauses,
+            session.paused_s,
+            session.branch,
         )
         self.fleet.take(reservation)
 

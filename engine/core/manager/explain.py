@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from raydix.engine.core.manager.placement import Placement, PredictedTimes
+from raydix.engine.core.manager.sessions import Branch
 from raydix.engine.core.objectives import WhenLate
 from raydix.engine.core.types import DraftUse, Ended, Outcome, Role
 
@@ -75,6 +76,7 @@ class SessionFacts(NamedTuple):
     """Blocks of the session's own."""
     num_pauses: int
     paused_s: float
+    branch: Branch | None = None
 
 
 @dataclass(slots=True)
@@ -183,6 +185,7 @@ class Decision:
                 "blocks": self.session.num_blocks,
                 "pauses": self.session.num_pauses,
                 "paused_s": round(self.session.paused_s, 6),
+                "branch": _branch(self.session.branch),
             },
         }
 
@@ -241,6 +244,13 @@ def names_of(request_id: str) -> tuple[str, ...]:
     name, *rest = request_id.rsplit("-", 2)
     own, dot, _ = rest[0].partition(".") if rest else ("", "", "")
     return (request_id, name, own) if dot else (request_id, name)
+
+
+def _branch(branch: Branch | None) -> dict[str, object] | None:
+    if branch is None:
+        return None
+    _, name, *_ = names_of(branch.request_id)
+    return {"of": name, "blocks": branch.num_blocks}
 
 
 def runs_of(sources: Iterable[BlockSource]) -> tuple[tuple[BlockSource, int], ...]:

@@ -21,6 +21,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 from raydix.engine.core.manager.placement import NO_WORKERS, SessionWorkers
 from raydix.engine.core.types import AdmitRequest, BlockHash, FinishReason
@@ -29,6 +30,24 @@ MAX_SESSIONS = 1 << 15
 """Limit of the remembered sessions; the least recently used one is forgotten first."""
 MARK_DISTANCES = (0, 1, 3, 15, 63, 255)
 """Distances of the marks from the last block of a prompt, in blocks."""
+
+
+class Branch(NamedTuple):
+    """Where a session left another one, whose request was under way."""
+
+    request_id: str
+    """That request."""
+    num_blocks: int
+    """Leading blocks that both prompts have."""
+
+
+class Found(NamedTuple):
+    """What is known of a request's session before it is admitted."""
+
+    session: "Session | None" = None
+    """None for a new one."""
+    branch: Branch | None = None
+    """Set if the new one is a branch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +63,8 @@ class Session:
     """Leading blocks that its first prompt found known: they may belong to others, too."""
     trunk: BlockHash | None = None
     """The last of these blocks; None without any."""
+    branch: Branch | None = None
+    """The beginning of a branch; None where its first prompt extended no session under way."""
     prompt_blocks: int = 0
     """Full blocks of the last prompt."""
     marks: tuple[BlockHash, ...] = ()
@@ -107,35 +128,38 @@ class Sessions:
         is_shared = session.trunk is not None and self._by_trunk[session.trunk] > 1
         return length + 1 - (min(length, session.first_own) if is_shared else 0)
 
-    def find(self, request: AdmitRequest) -> Session | None:
-        """The session that a request belongs to, as the module says; None for a new one."""
+    def find(self, request: AdmitRequest) -> Found:
+        """The session that a request belongs to, as the module says."""
         own = self._by_request.get(request.request_id)
         if own is not None:
-            return own  # another attempt
-        extended = self._extended(request.cache.tenant, request.hashes)
+            return Found(own)  # another attempt
+        extended, num_common = self._extended(request.cache.tenant, request.hashes)
         if extended is not None:
-            return None if extended.running else extended
+            if extended.running:
+                return Found(branch=Branch(min(extended.running), num_common))  # the same one of several each time
+            return Found(extended)
         named = self._named(request)
-        return None if named is None or named.running else named
+        return Found(None if named is None or named.running else named)
 
     def workers_of(self, request: AdmitRequest) -> SessionWorkers:
         """The workers where a request's session was last: that of its name, or the one that it belongs to. `NO_WORKERS`
         if unknown: a branch without a name goes where it costs least."""
-        session = self._named(request) or self.find(request)
+        session = self._named(request) or self.find(request).session
         return NO_WORKERS if session is None else session.last_workers
 
     def admitted(
-        self, request: AdmitRequest, session: Session | None, num_known: int, workers: SessionWorkers, now: float
+        self, request: AdmitRequest, found: Found, num_known: int, workers: SessionWorkers, now: float
     ) -> Session:
-        """Note a placed request, which belongs to a session that was found, or begins one. `num_known`: leading blocks
-        of its prompt that were known before."""
+        """Note a placed request, which belongs to the session that was found, or begins one. `num_known`: leading
+        blocks of its prompt that were known before."""
+        session = found.session
         key = None if request.session is None else _key(request.cache.tenant, request.session)
         if session is None:
             self._num_begun += 1
             # The last block of a prompt is its session's own, also where an equal prompt came before.
             first_own = max(0, min(num_known, len(request.hashes) - 1))
             trunk = request.hashes[first_own - 1] if first_own else None
-            session = Session(self._num_begun, request.cache.tenant, key, first_own, trunk)
+            session = Session(self._num_begun, request.cache.tenant, key, first_own, trunk, found.branch)
             self._sessions[session.number] = session
             if trunk is not None:
                 self._by_trunk[trunk] += 1
@@ -185,12 +209,13 @@ class Sessions:
 
     # Inside
 
-    def _extended(self, tenant: str, hashes: Sequence[BlockHash]) -> Session | None:
-        """The session with the last mark in a prompt."""
-        for session in map(self._by_mark.get, reversed(hashes)):
+    def _extended(self, tenant: str, hashes: Sequence[BlockHash]) -> tuple[Session | None, int]:
+        """The session with the last mark in a prompt, and the number of blocks up to that mark."""
+        for index in reversed(range(len(hashes))):
+            session = self._by_mark.get(hashes[index])
             if session is not None and session.tenant == tenant:
-                return session
-        return None
+                return session, index + 1
+        return None, 0
 
     def _named(self, request: AdmitRequest) -> Session | None:
         if request.session is None:
