@@ -45,7 +45,7 @@ INLINE Pair<V> pair(V low, V high) {
     return pair(a OP b.low, a OP b.high);                                                                              \
   }
 OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(&) OPERATOR(|) OPERATOR(^) OPERATOR(<<) OPERATOR(>>)
-OPERATOR(<) OPERATOR(>=) OPERATOR(==)
+OPERATOR(<) OPERATOR(>) OPERATOR(>=) OPERATOR(==)
 #undef OPERATOR
 
 template <class V>
