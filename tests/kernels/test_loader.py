@@ -53,6 +53,16 @@ def test_a_failing_compiler_is_one_warning(tmp_path: Path) -> None:
     assert "error: no such machine" in complaint
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason=NO_KERNELS)
+@pytest.mark.parametrize("instructions", ["avx2", "plain"])
+def test_a_machine_without_wide_registers_gets_kernels_too(instructions: str) -> None:
+    """Sixteen lanes are a pair of registers there, with operators of its own, which a wider machine never compiles."""
+    sources = [path for path in loader.SOURCES.glob("*.cpp") if path.name != "bindings.cpp"]
+    flags = ("-std=c++20", "-fsyntax-only", "-w", *loader.INSTRUCTION_SETS[instructions])
+    done = subprocess.run(["g++", *flags, *map(str, sources)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:2000]
+
+
 COMPILER = """#!/bin/sh
 # Takes its time, writes down that it ran, and gives a library built earlier.
 for argument; do [ "$before" = -o ] && out=$argument; before=$argument; done
