@@ -93,8 +93,10 @@ class Decoder:
         loader = _Loader(config, weights, dtype, self.device, self.max_position, quantization, deterministic)
 
         with torch.inference_mode():
+            # A copy, so that no weight file stays in use.
             self._embedding = loader.tensor("model.embed_tokens.weight").clone()
             head = None if config.tie_word_embeddings else loader.tensor("lm_head.weight")
+            # Only ids of the tokenizer have logits, so that no padding of the table is ever sampled.
             self._lm_head = loader.pack((self._embedding if head is None else head)[: self.vocab_size])
 
             # In the model's dtype, as the published implementation rounds it.
@@ -184,6 +186,7 @@ class Decoder:
     def _make_pass(self) -> DecoderPass | None:
         """Run all layers in one call, where the machine and the dtype allow it."""
         config = self.config
+        # The one call knows the common layer only; what few families have stays in Python, layer by layer.
         is_plain = config.residual_scale == 1.0 and not config.qk_norm_spans_heads and self._query_scale is None
         if self._first_norm is None or not is_plain or not DecoderPass.supports(self._layers):
             return None
@@ -247,6 +250,7 @@ class Decoder:
         qkv = linear(x_TE, layer.qkv)
         q_norm, k_norm = layer.q_norm, layer.k_norm
         if config.qk_norm_spans_heads and q_norm is not None and k_norm is not None:
+            # A norm over all heads cannot be done head by head in the kernel that rotates and stores.
             query, key, value = torch.split(qkv, [len(q_norm), len(k_norm), len(k_norm)], dim=1)
             query = rms_norm(query.contiguous(), q_norm, config.rms_norm_eps)
             key = rms_norm(key.contiguous(), k_norm, config.rms_norm_eps)
@@ -351,6 +355,7 @@ class _Loader:
 
     def _mlp(self, prefix: str) -> DenseMLP:
         config = self._config
+        # One product of both halves: the input is read once for twice as many rows of the weight.
         parts = ["gate_up"] if config.fused_gate_up else ["gate", "up"]
         return DenseMLP(
             self._packed([f"{prefix}mlp.{part}_proj" for part in parts], bias=config.mlp_bias),
@@ -398,6 +403,7 @@ class _Loader:
         config = self._config
         names = [f"{prefix}qkv_proj"] if config.fused_qkv else [f"{prefix}{part}_proj" for part in ("q", "k", "v")]
         weight, bias = self._stacked(names, bias=config.attention_bias)
+        # The rows are put in the kernels' order once here, instead of shuffling each query and key in each step.
         order = _head_order(config.head_dim, rope)
         if order is None:
             return self.pack(weight, bias)

@@ -51,6 +51,7 @@ class ModelRunner:
         """Compute the step: KV is written to the pool, and a token is sampled for each row of chunks that end their
         sequence."""
         rows = rows_of(output.chunks)
+        # Masks are computed in threads beside the forward pass, and are needed only when the logits are there.
         masking = None if self.grammars is None else self.grammars.begin(rows)
         try:
             hidden = self.hidden(output.chunks)
@@ -60,6 +61,7 @@ class ModelRunner:
         first_scored = len(rows)
         first_pooled = first_scored + sum(len(chunk.scored) for chunk in output.chunks)
 
+        # The rows come in three ranges: sampled, scored, pooled. Logits are made of the first two only.
         tokens = sample_requests(self.decoder.logits(hidden[:first_scored]), rows, masks) if rows else []
         sampled = sampled_by_request(output.chunks, tokens, () if masks is None else masks.ended)
         refused = {} if masks is None else {rows[row].request_id: why for row, why in masks.dead_ends.items()}
@@ -88,6 +90,7 @@ class ModelRunner:
             token_ids += [chunk.request.token_ids[position + 1] for position in chunk.scored]
             num_top += [chunk.request.assignment.sampling.prompt_logprobs or 0] * len(chunk.scored)
         scores: list[TokenLogprobs] = []
+        # Logits of a whole prompt would be gigabytes: some rows at a time, as the pool's size reckons with.
         for first in range(0, len(token_ids), SCORED_ROWS):
             rows = slice(first, first + SCORED_ROWS)
             scores += score_tokens(self.decoder.logits(hidden[rows]), token_ids[rows], num_top[rows])
@@ -97,6 +100,7 @@ class ModelRunner:
 
 def _pool(hidden: Tensor, chunks: Iterable[ScheduledChunk]) -> dict[str, list[bytes]]:
     """The sums of each chunk; `hidden` has the rows of all their pooled positions, [num_pooled, hidden_size]."""
+    # Float32 sums in one fixed order on the host, whatever device computed the states: the embedding has the same bits.
     rows, first = hidden.float().cpu().numpy(), 0
     sums: dict[str, list[bytes]] = {}
     for chunk in chunks:
@@ -155,6 +159,7 @@ def made_up_step(num_tokens: int, block_size: int, logprobs: int | None = None) 
         reply_to="",
     )
     request = Request(assignment, BlockChain(root_hash("made up"), assignment.salt, block_size), 0)
+    # Any blocks will do: nothing is stored (`store_from` is the end), and what attention reads there does not matter.
     request.blocks += range(-(-num_tokens // block_size))
     return SchedulerOutput((ScheduledChunk(request, 0, num_tokens, num_tokens, samples=True),), ())
 
@@ -202,8 +207,10 @@ def lay_out(spans: Sequence[Span], wanted_rows: Sequence[int], block_size: int, 
         block_tables[index, : len(span.blocks)] = span.blocks
         token_ids[rows] = span.token_ids
         positions[rows] = at = np.arange(start, end)
+        # int64 before the product: a slot counts tokens of the whole pool, of which there may be more than 2^31.
         slots[rows] = block_tables[index, at // block_size].astype(np.int64) * block_size + at % block_size
         if span.store_from > start:
+            # A shared block is never written: positions in it are computed for their output alone.
             slots[rows][: span.store_from - start] = -1
 
         row += end - start

@@ -54,6 +54,8 @@ class Refusals:
     def add(self, error: RaydixError) -> None:
         """Count one error sent to a client."""
         self._counts[error.code] += 1
+        # One serious refusal makes the whole line a warning: operators look for warnings, and must not miss it among
+        # typing errors.
         self._is_serious |= (
             error.status in (AUTHENTICATION_STATUS, OVERLOADED_STATUS) or error.status >= SERVER_ERROR_STATUS
         )
@@ -173,8 +175,10 @@ class Accounting:
         ttft_s = None if first is None else first - job.arrived_at
         tpot_s = None
         if first is not None and len(job.answers) == 1 and usage.completion_tokens > 1:
+            # Only of single choices: several decode side by side, and their tokens have no common pace.
             tpot_s = (now - first) / (usage.completion_tokens - 1)
 
+        # More may be imported than is used: of a prompt that is known in full the last token is computed.
         imported = min(
             usage.cached_tokens, sum(a.generation.imported_tokens for a in job.answers[:: job.spec.num_samples])
         )

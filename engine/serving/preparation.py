@@ -88,6 +88,7 @@ class StreamStart:
         model."""
         if self.last is None:
             return new
+        # Another model would give other tokens behind the same ids, and the client would get half an answer of each.
         self.last.require_model(new.fingerprint)
         return self.last.origin
 
@@ -97,6 +98,7 @@ class StreamStart:
         seal = seal_of(origin, job.spec, job.tenant.name, prompts)
         if self.last is not None:
             self.last.require(seal, len(job.answers))
+        # After the seal was checked: an event id of another request must not begin a stream.
         job.event_ids = EventIds(origin, seal, len(job.answers), self.last)
         for answer in job.answers:
             answer.is_by_token = True
@@ -117,7 +119,10 @@ class RequestHeaders:
         """Give a request the session and the objectives that its body does not name."""
         own = spec.service
         service = replace(
-            own, session_id=own.session_id or self.session, objectives=own.objectives.over(self.objectives)
+            # The body goes before the headers: a proxy sets headers for all requests, and a client knows its own one.
+            own,
+            session_id=own.session_id or self.session,
+            objectives=own.objectives.over(self.objectives),
         )
         return replace(spec, service=service)
 
@@ -175,6 +180,8 @@ def _num_permits(spec: GenerationSpec, most: int) -> int:
 def _hand_out(permits: list[Permit], answers: Sequence[Answer]) -> None:
     """Give the first answers a permit each; each other answer is to succeed an earlier one, and gets its permit. These
     are parts of a request under way, which is neither refused nor put behind others for being late."""
+    # These are admitted when earlier ones have ended, when their time is long over: refusing or demoting them for that
+    # would break the request apart.
     for waiting in answers[len(permits) :]:
         waiting.generation.objectives = replace(waiting.generation.objectives, when_late=WhenLate.WAIT)
     for answer, waiting in zip_longest(answers, answers[len(permits) :]):
@@ -238,6 +245,7 @@ class Preparation:
         """A job for each of several conversations in an HTTP body, which find room together or not at all; arguments
         and errors as `of_body`."""
         arrived_at = self._clock()
+        # A body counts as one request until it is known how many conversations are in it.
         with self._room.reserve(1, tenant):
             readings = await self._reader.read_all(Conversations(body), tenant.name)
         unique = uuid.uuid4().hex
@@ -280,6 +288,7 @@ class Preparation:
         """The job of a response in the background that is generated again, with the same bits; errors as `of_body`, and
         AnswerChangedError if another model is served now."""
         fingerprint = system_fingerprint(self._root())
+        # Before the workers have registered the fingerprint is not known, and the same model is assumed.
         if None not in (run.origin.fingerprint, fingerprint) and run.origin.fingerprint != fingerprint:
             raise AnswerChangedError(
                 f"The response cannot be generated with the same bits: {run.origin.fingerprint} began it, and "
@@ -313,12 +322,15 @@ class Preparation:
     ) -> Job:
         arrived_at = self._clock()
         room = self._line_room if is_line else self._room
+        # Reading takes a place of its own, and gives it back before the choices take theirs: while a body is read
+        # nobody knows how many choices it has.
         reading = await self._read(request, size, tenant, room, earlier)
         spec = headers.completed(reading.spec)
         if is_line:
             spec = _as_line(spec)
         self._check(spec, tenant, start)
         request_id, origin = self._named(spec, headers.name, start, origin)
+        # A line with a thousand inputs leaves room for the other lines of the batch.
         most = min(room.most(tenant), room.max_requests // LINES_AT_ONCE) if is_line else room.most(tenant)
         with room.reserve(_num_permits(spec, most), tenant) as permits:
             job = Job(
@@ -352,6 +364,7 @@ class Preparation:
         which were made where it was read."""
         spec, answer = job.spec, job.answers[0]
         is_needed = is_kept or spec.previous_message is not None
+        # Without a cache there are no hits to explain.
         if spec.kind != "chat" or not is_needed or not self._facts.prefix_caching:
             return
         generation = answer.generation
@@ -378,6 +391,8 @@ class Preparation:
             if reading.spec.is_unresolved:
                 whole = await self._going_on(reading.spec, tenant, earlier)
                 assert whole.turn is not None
+                # Read a second time, with the earlier turns in it: only the reader knows that a body goes on from one,
+                # and only the manager has it.
                 reading = await self._reader.read(whole, size_of(whole), tenant.name)
                 reading = replace(reading, earlier=whole.turn.earlier)
                 if whole.turn.compact_threshold:
@@ -390,6 +405,7 @@ class Preparation:
         """The request with all that its prompt is made of."""
         turn = spec.turn
         assert turn is not None
+        # A response that is generated again brings the conversation of then: by now others may have been added.
         if turn.conversation is not None and not earlier:
             earlier = await self._conversations.of_request(turn.conversation, tenant, spec.retention.salt)
         if turn.previous is not None:
@@ -431,6 +447,7 @@ class Preparation:
         chat: Chat | None = None
         token_ids: Sequence[Sequence[int]] = reading.prompts
         if reading.chat is not None:
+            # Ids of earlier answers are kept under the salt, so that nobody else's reference finds them.
             private_salt = salt_of(tenant.name, spec.retention.salt).private
             chat = await self._chats.begin(reading, reading.chat, private_salt, tenant.name)
             token_ids = [chat.prompt.token_ids]
@@ -503,12 +520,15 @@ class Preparation:
     def _salt(self, spec: GenerationSpec, tenant: Tenant, request_id: str, prompt: tuple[int, ...]) -> Salt:
         """The sharing domain of a request's KV; without prefix caching the request's own."""
         if not self._facts.prefix_caching:
+            # The request's own id is a salt that nobody else has, so nothing is shared without another switch in the
+            # workers.
             return salt_of(tenant.name, request_id)
         return salt_of(tenant.name, spec.retention.salt, num_public_tokens(prompt, self._facts.public_prefixes))
 
     def _answer(
         self, spec: GenerationSpec, generation: Generation, index: int, chat: Chat | None, origin: Origin
     ) -> Answer:
+        # Only a token that the client named is told as what stopped the answer; the model's own end is not.
         own_stops = () if spec.ignore_eos else self._facts.eos_token_ids
         parser = self._parser(spec, chat)
         assembler = ChoiceAssembler(
@@ -532,6 +552,7 @@ class Preparation:
         tools, calls, reasoning = spec.tools, None, None
         if tools is not None and tools.may_call:
             kind = self._facts.tool_format
+            # Under a grammar calls have the one form that it prescribes; without, whatever the model makes of it.
             new_parser = kind.parser if spec.sampling.grammar is None else kind.form_parser or kind.parser
             calls = new_parser(tools.schemas)
             # Of Llama's format a call is a bare object anyway; a prescribed call has its tags.

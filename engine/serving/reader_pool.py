@@ -89,6 +89,7 @@ def default_processes(num_cores: int | None) -> int:
 
 def size_of(spec: GenerationSpec) -> int:
     """Approximate bytes of a request, counting only parts that take long to read."""
+    # Templates may print a whole list of parts, so its text is what counts, not the number of parts.
     values = [str(value) for message in spec.messages for value in message.values()]
     values += [spec.template.source or "", *map(str, spec.template.arguments.values())]
     values += map(str, () if spec.tools is None else spec.tools.definitions)
@@ -153,6 +154,7 @@ class RequestReader:
         sampling = reading.spec.sampling
         if (written := sampling.grammar) is None:
             return reading
+        # By what the client wrote: finding the canonical form is the work that is to be saved.
         digest = written.digest
         known = self._valid_grammars.get(digest)
         if known is None:
@@ -169,6 +171,7 @@ class RequestReader:
             return
         self._valid_grammars[digest] = known
         self._num_valid_chars += len(known.source)
+        # Two limits: a few grammars may be megabytes, and thousands of small ones cost more than their text.
         while len(self._valid_grammars) > MAX_VALID_GRAMMARS or self._num_valid_chars > MAX_VALID_CHARS:
             oldest = self._valid_grammars.pop(next(iter(self._valid_grammars)))
             self._num_valid_chars -= len(oldest.source)
@@ -180,6 +183,7 @@ class RequestReader:
         Errors as `Readers.read`.
         """
         is_long = size > SHORT_BYTES
+        # Nobody waits for a next turn; a client's body behind it would.
         if is_long and (self._readers.num_waiting or self._num_next_turns >= MAX_NEXT_TURNS):
             return ()
         self._num_next_turns += is_long
@@ -200,6 +204,8 @@ class RequestReader:
                 await asyncio.sleep(0)
                 request = self._reader.parse(request)
                 size = max(size, _parsed_size(request))
+                # A template of the client's is a program, and a short one may loop for ever: it is never run in this
+                # process.
                 if size <= SHORT_BYTES and not self._reader.runs_program(request):
                     return self._reader.answer(request)
         # Long requests, short ones of long prompts, and a client's own program, which may run for long.
@@ -259,6 +265,8 @@ class Readers:
             OverloadedError: too many bytes wait to be read, and this request has the most.
             ServiceError: the reading failed.
         """
+        # Digests are only made while there is something to find: hashing megabytes for each request would cost more
+        # than it saves.
         if self._spent and (error := self._spent.get(_digest(request))) is not None:
             raise error
         reading = asyncio.get_running_loop().create_future()
@@ -298,9 +306,11 @@ class Readers:
         while sum(job.size for job in self._waiting) > self._max_waiting_bytes:
             sizes = Counter[tuple[bool, str]]()
             for job in self._waiting:
+                # Next turns are sums of their own, and are refused first: no client waits for them.
                 sizes[job.is_next_turn, job.tenant] += job.size
             owner = max(sizes, key=lambda each: (each[0], sizes[each]))
             of_owner = (job for job in self._waiting if (job.is_next_turn, job.tenant) == owner)
+            # Of equal ones the latest, so that a request that has waited is not refused for one that has just come.
             largest = max(of_owner, key=lambda job: (job.size, job.number))
             self._waiting.remove(largest)
             largest.settle(
@@ -313,10 +323,12 @@ class Readers:
         """Return the request to be read next: clients' own before next turns, of the tenant that has the fewest read
         now, the shortest. The last free process is for requests that are not long."""
         num_free = self._max_processes - len(self._running)
+        # With one process nothing can be kept free, and long requests have to be read, too.
         takes_long = num_free > 1 or self._max_processes == 1
         num_running = Counter(job.tenant for job in self._running)
         return min(
             (job for job in self._waiting if takes_long or job.size <= LONG_BYTES),
+            # Shortest first within a tenant's turn: the mean wait is the least so.
             key=lambda job: (job.is_next_turn, num_running[job.tenant], job.size, job.number),
             default=None,
         )
@@ -577,6 +589,7 @@ class _Process:
             # A killed template's readers go on until their sockets are closed: this socket's end is the reader's own.
             killed_by = await self._killed_by()
             logger.warning("a process that reads long requests has ended (signal %s)", killed_by)
+            # The limit of processor time ends a process with a signal of its own, so that it can be told from a crash.
             if killed_by == reader_process.KILLED_BY:
                 raise _too_slow(request) from None
             if killed_by == confinement.KILLED_BY:

@@ -52,6 +52,7 @@ class RequestTable:
         period_s: float = PERIOD_S,
     ) -> None:
         self._clock = clock
+        # Monotonic clocks of different processes have nothing in common; the wall's is for people to read.
         self._wall_offset_s = wall() - clock()
         """Read once, so that the time of an arrival is the same in each row of a request."""
         self._period_s = period_s
@@ -102,6 +103,8 @@ class RequestTable:
             while True:
                 report = self.report(tenant)
                 rows = {row["number"]: orjson.dumps(row) for row in report["requests"]}
+                # Compared as bytes, since that is what the follower has; a row that left the table is simply no longer
+                # sent.
                 changed = [data for number, data in rows.items() if sent.get(number) != data]
                 if changed or is_first:
                     parts = orjson.dumps(report["counts"]), b",".join(changed)
@@ -127,6 +130,7 @@ class RequestTable:
         usage = job.usage()
         firsts = [answer.first_token_at for answer in job.answers if answer.first_token_at is not None]
         placed = [each.first_placed_at for each in generations if each.first_placed_at]
+        # Placed a second time: the worker of the first attempt died, or gave the request up.
         moved = [each.placed_at for each in generations if each.placed_at > each.first_placed_at]
         return {
             "number": number,

@@ -124,6 +124,8 @@ class Decision:
         """
         if self.ttft_s is None:
             return None
+        # Equal workers are one candidate, which is another choice too if the group has any worker beside the chosen
+        # one.
         others = (each.ttft_s for each in self.considered if any(name != self.prefill for name in each.worker_ids))
         return max(0.0, self.ttft_s - min(others, default=self.ttft_s))
 
@@ -132,6 +134,7 @@ class Decision:
         """The position of the first token whose block was computed, and the reason; None without such a block."""
         position = 0
         for source, count in self.runs:
+            # Prefixes only: what stands behind the first miss may be stored, and is computed all the same.
             if source not in HITS:
                 return position, source
             position += count * self.block_size
@@ -204,9 +207,13 @@ class Decisions:
         """Remember a decision; each attempt of a request has one. An attempt that is admitted again, because its worker
         was not there any more, keeps the later one."""
         decisions = self._by_request.setdefault(request_id, [])
+        # One attempt has one placement that counts: with both, a prediction would be compared with another worker's
+        # time.
         if decisions and decisions[-1].attempt == decision.attempt:
             decisions.pop()
         decisions.append(decision)
+        # The least recently begun goes, not the least recently touched: the order is that of admissions, and an attempt
+        # of an old request does not bring it back to the front.
         if len(self._by_request) > self.capacity:
             self._by_request.popitem(last=False)
 
@@ -241,6 +248,7 @@ class Decisions:
 
 def names_of(request_id: str) -> tuple[str, ...]:
     """The names by which clients may ask for a request's decisions."""
+    # From the right: a client's own name may have hyphens, the unique part and the index have none.
     name, *rest = request_id.rsplit("-", 2)
     own, dot, _ = rest[0].partition(".") if rest else ("", "", "")
     return (request_id, name, own) if dot else (request_id, name)
@@ -263,6 +271,7 @@ def best_considered(placement: Placement) -> tuple[PredictedTimes, ...]:
     best: list[PredictedTimes] = []
     room = MAX_CONSIDERED
     for prediction in sorted(placement.considered, key=lambda prediction: prediction.cost_s)[:MAX_CONSIDERED]:
+        # The limit counts workers, not predictions: of a thousand idle workers one group would hold them all.
         if room:
             worker_ids = prediction.worker_ids
             if len(worker_ids) > 1:

@@ -53,6 +53,7 @@ class WorkerRecord:
 
     def measured(self, num_free_blocks: int, num_empty_blocks: int | None, num_steps: int | None) -> bool:
         """Take a report; returns whether the worker may have stepped since the last one."""
+        # A worker that does not count its steps is taken to have stepped: doubt must not hide progress.
         has_stepped = num_steps is None or num_steps != self.num_steps
         self.num_free_blocks, self.num_empty_blocks, self.num_steps = num_free_blocks, num_empty_blocks, num_steps
         return has_stepped
@@ -69,6 +70,7 @@ class WorkerRecord:
     def load(self) -> WorkerLoad:
         num_free, num_empty = self.num_free_blocks, self.num_empty_blocks
         return WorkerLoad(
+            # Placement knows roles only; an elastic worker has the role of its duty, until that changes.
             role=self.duty if self.is_elastic else self.role,
             costs=self.costs,
             token_budget=self.token_budget,
@@ -77,8 +79,10 @@ class WorkerRecord:
             num_decoding=len(self.decoding),
             num_free_blocks=None if num_free is None else _rounded(num_free),
             num_queued=self.num_queued,
+            # Queued prefills will fill these blocks before a new request does, though the report does not show it yet.
             num_empty_blocks=None if num_empty is None else _rounded(num_empty - self.num_reserved_blocks),
             is_elastic=self.is_elastic,
+            # The strictest of those that decode: a step serves all of them, so it must be short enough for this one.
             tpot_s=min(self.tpots.values(), default=None),
             node=self.node,
         )

@@ -138,18 +138,23 @@ class Turns:
             self._places.move_to_end(session.number)
             if not self._is_over(place, sizes, now):
                 return None
+            # The session goes to the end of the queue: it pauses from now on like one that has just come.
             self._leave(session.number)
 
         waiting = self._waiting.get(request_id)
+        # The same request may belong to another session by now, as blocks decide that: its old pause must not outlive
+        # it.
         if waiting is not None and waiting.session is not session:
             self.gone(request_id)
         pause = self._pauses.get(session.number)
         if pause is None:
             pause = self._pauses[session.number] = _Pause(session, num_blocks, now, now)
+        # The latest request's size counts: the session grows from call to call, and its place is to hold the last one.
         pause.asked_at, pause.size = now, num_blocks
         pause.requests.add(request_id)
         self._waiting[request_id] = pause
         order = self._order()
+        # Nobody overtakes, not even a small session into a gap: otherwise a large one would wait for ever.
         room = self._room_for(pause, sizes, idle_for, now) if order[0] is pause else None
         if room is not None:
             self._enter(pause, room, now)
@@ -161,6 +166,7 @@ class Turns:
     ) -> list[Paused | None]:
         """Waiting requests ask again; None: the request is to ask in full, since its session may have a place then, or
         its pause is not known."""
+        # All askers are noted before any is forgotten for silence.
         for pause in map(self._waiting.get, request_ids):
             if pause is not None:
                 pause.asked_at = now
@@ -220,6 +226,7 @@ class Turns:
         """The paused sessions, the next one first."""
         return sorted(
             self._pauses.values(),
+            # The sort is stable, so that within a tenant the order of the pauses' beginnings stays.
             key=lambda pause: self._tenants[pause.session.tenant] / self.weights.get(pause.session.tenant, 1.0),
         )
 
@@ -230,6 +237,7 @@ class Turns:
         has_paused = any(now - pause.since >= quantum_s for pause in self._pauses.values())
         if has_paused and now - place.since >= quantum_s:
             return True
+        # Room may be negative: prompts grow in their places, and a configuration may shrink a pool.
         if self._room(place.worker, sizes) >= 0:
             return False
         leaving = self._make_room(place.worker, 0, sizes, now, but=place)
@@ -237,16 +245,21 @@ class Turns:
             for number in leaving:
                 self._leave(number)
             return False
+        # Nobody idle can leave. The oldest place ends when its session asks, and the last one on a worker stays: a
+        # session larger than the pool is served alone.
         there = [each for each in self._places.values() if each.worker == place.worker]
         return len(there) > 1 and min(there, key=lambda each: (each.since, each.session.number)) is place
 
     def _room_for(self, pause: _Pause, sizes: Mapping[str, int], idle_for: IdleFor, now: float) -> _Room | None:
         """The place that the next session can have, if any: on its last worker, or on the one with most room."""
         last = pause.session.last_workers.decode
+        # The last worker may still hold the session's blocks; the name makes equal workers a fixed order.
         workers = sorted(sizes, key=lambda worker: (worker != last, -self._room(worker, sizes), worker))
         for worker in workers:
             if self._room(worker, sizes) >= pause.size:
                 return _Room(worker, [])
+        # Who has paused for a quantum takes a place also where no worker is idle, and from sessions that were just
+        # active.
         is_due = now - pause.since >= self.limits.quantum_s
         patience_s = 0.0 if is_due else PATIENCE_S
         idle = idle_for(pause.size)
@@ -264,6 +277,7 @@ class Turns:
             self._leave(number)
         session = pause.session
         self._end_pause(pause)
+        # A session that got its place at once has not paused, though it went through the queue.
         session.num_pauses += now > pause.since
         session.paused_s += now - pause.since
         self._places[session.number] = _Place(session, room.worker, pause.size, now)
@@ -289,6 +303,8 @@ class Turns:
                 break
             if place.worker != worker or place is but or session.running:
                 continue
+            # An answer that stopped by itself ends a turn of the conversation: a person reads now, where a call would
+            # be back soon.
             if session.last_stop is FinishReason.STOP or now - session.used_at >= patience_s:
                 freed += place.size
                 leaving.append(number)

@@ -91,10 +91,12 @@ class Request:
         self.awaits_handover = self.assignment.stage is Stage.DECODE
         self.awaits_grammar = self.assignment.sampling.grammar is not None
         scores = self.assignment.sampling.prompt_logprobs is not None
+        # The last position predicts the first token of the answer, not one of the prompt.
         self.num_to_score = self.assignment.num_prompt_tokens - 1 if scores else 0
         pooling = self.assignment.sampling.pooling
         assert pooling is None or not scores, "a position's result is wanted once"
         self.num_to_pool = 0 if pooling is None else self.assignment.num_prompt_tokens
+        # Pooling by the last token begins there, as if the positions before had been added already.
         self.num_pooled = self.num_to_pool - 1 if pooling is Pooling.LAST else 0
         self.has_prompt_results = self.num_to_score > 0 or self.num_to_pool > 0
 
@@ -114,6 +116,7 @@ class Request:
     @property
     def num_needed_blocks(self) -> int:
         """Blocks needed for the next token and its KV."""
+        # A full last block needs one more: the token that is sampled next has its KV behind it.
         return len(self.token_ids) // self.block_size + 1
 
     @property
@@ -142,10 +145,12 @@ class Request:
         self.blocks = list(matched)
         self.num_sealed = len(matched)
         self.num_shared = len(matched) * self.block_size
+        # The last token is computed even if its block is shared: its output is what the next token is sampled from.
         self.num_computed = min(self.num_shared, len(self.token_ids) - 1)
 
     def note_start(self, now: float) -> None:
         """Note when the request first started, and how much of the prompt was there."""
+        # The first start counts. After a preemption a request finds its own blocks, which are no hits.
         if self.num_cached_tokens is None:
             self.num_cached_tokens = min(self.num_computed, self.assignment.num_prompt_tokens)
             self.started_at = now
@@ -172,6 +177,7 @@ class Request:
         assert not is_running or not (self.held or self.protected or self.awaits_grammar)
         assert 0 <= self.num_reported <= len(self.scores)
         assert not self.num_to_score or self.num_scored <= self.num_to_score
+        # Nothing is computed past a position whose score is missing: it could never be scored afterwards.
         assert self.num_scored >= self.num_to_score or self.num_computed <= self.num_scored
         assert self.num_pooled <= self.num_to_pool
         assert self.num_pooled == self.num_to_pool or self.num_computed <= self.num_pooled

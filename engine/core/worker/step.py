@@ -149,6 +149,7 @@ class StepOutcome:
 def chunk_of(request: Request, num_tokens: int) -> ScheduledChunk:
     """The next `num_tokens` positions of a request."""
     start, end = request.num_computed, request.num_computed + num_tokens
+    # A prompt that is only scored or embedded asks for no token, so its last chunk samples nothing.
     samples = end == len(request.token_ids) and request.assignment.sampling.max_tokens > 0
     if not request.has_prompt_results:
         return ScheduledChunk(request, start, num_tokens, store_from=request.num_shared, samples=samples)
@@ -158,6 +159,7 @@ def chunk_of(request: Request, num_tokens: int) -> ScheduledChunk:
         num_tokens,
         store_from=request.num_shared,
         samples=samples,
+        # A preempted request computes positions again whose results it has: those are asked for once only.
         scored=range(max(start, request.num_scored), min(end, request.num_to_score)),
         pooled=range(max(start, request.num_pooled), min(end, request.num_to_pool)),
     )
@@ -167,10 +169,14 @@ def events_of(chunk: ScheduledChunk, sampled: Sequence[SampledToken], max_model_
     """The next tokens of a chunk's request, up to one that ends the request."""
     request, events = chunk.request, list[TokenEvent]()
     for num_ahead, token in enumerate(sampled):
+        # Accepted draft tokens count one by one, so that an answer ends where it would without drafts, and the rest is
+        # dropped.
         finish = end_after(request, token, max_model_len, num_ahead)
         events.append(event_of(request, token, finish, num_ahead))
         if finish is not None:
             break
+    # The counts of a draft ride on the step's last event: one event for each step has them, and a sum is never counted
+    # twice.
     if chunk.draft and events:
         num_accepted = len(events) - 1
         events[-1] = events[-1]._replace(
@@ -207,8 +213,10 @@ def event_of(
 def end_after(request: Request, sampled: SampledToken, max_model_len: int, num_ahead: int = 0) -> FinishReason | None:
     """The reason why a request ends with a next token, behind `num_ahead` others; None if more tokens follow."""
     sampling, count = request.assignment.sampling, request.num_output + num_ahead + 1
+    # A complete grammar ends an answer below min_tokens, too: no token may follow.
     if sampled.is_last or (sampled.token_id in sampling.stop_token_ids and count > sampling.min_tokens):
         return FinishReason.STOP
+    # The context counts the prompt, and a token of which no further one can be computed is the last.
     if count >= sampling.max_tokens or len(request.token_ids) + num_ahead + 1 >= max_model_len:
         return FinishReason.LENGTH
     return None
