@@ -79,6 +79,8 @@ class Hosted(ABC):
         return live.model_copy(update={"shares": shares(self.tenants_file.tenants(live.tenants_file))})
 
     def _options(self, name: str, **options: Any) -> dict[str, Any]:
+        # Serve puts the host into a placement group with room for its actor; elsewhere the actor would wait for
+        # resources that the group holds.
         group = ray.util.get_current_placement_group()
         if group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=-1)
@@ -103,6 +105,7 @@ class HostedManager(Hosted):
         return _at_level(self._arguments.logging, self._taken)
 
     def take(self, live: Mapping[str, Any]) -> bool:
+        # Read before anything is assigned: wrong values leave the old ones in place.
         before, self._taken = self._taken, self._with_shares(read(ManagerLive, live))
         return self._taken != before
 
@@ -111,6 +114,7 @@ class HostedManager(Hosted):
         return _present(self._taken)
 
     def create(self, name: str, epoch: int) -> ManagerClient:
+        # Half, since a manager and its successor live side by side for the time of a hand-over.
         actor: Any = ray.remote(KVCacheManager).options(**self._options(name, num_cpus=MANAGER_CPUS / 2))
         settings = manager_settings(self._arguments, self._live)
         handle = actor.remote(**settings, runtime=RayRuntime(self._app_name), logs=self.logs)
@@ -143,6 +147,7 @@ class HostedWorker(Hosted):
         return _at_level(self._arguments.logging, self._taken)
 
     def take(self, live: Mapping[str, Any]) -> bool:
+        # Read before anything is assigned: wrong values leave the old ones in place.
         before, self._taken = self._taken, self._with_shares(read(WorkerLive, live))
         return self._taken != before
 
@@ -161,6 +166,7 @@ class HostedWorker(Hosted):
             )
         )
         settings, runtime = settings_of(self._arguments, self._live), RayRuntime(self._app_name)
+        # The cores that this process may use, not those of the machine: containers and `taskset` have fewer.
         num_threads = section.num_threads or len(os.sched_getaffinity(0))
         handle = actor.remote(settings, self._role, self.actor_id, epoch, runtime, self.logs, num_threads=num_threads)
         return WorkerClient(handle)

@@ -76,9 +76,11 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
     metrics = IngressMetrics(all_tenants.names, replica_id, ROUTES, runtime.request_metrics())
     manager = ManagerLink(runtime)
     room = Room(replica_limits(config).max_requests, all_tenants)
+    # One process has one name: workers and the manager never take a new process for one that they follow.
     ingress_id = f"{replica_id}-{secrets.token_hex(4)}"
     dispatcher = _dispatcher(config, model.identity, manager, metrics, name=ingress_id, runtime=runtime)
 
+    # All names of kept answers hash the model, so that ids of another model's tokens are never found.
     answers, root = ManagerAnswers(manager), root_hash(model.identity.fingerprint)
     chats = _chats(model, Transcripts(answers, root, metrics.looked_up), reader=reader, dispatcher=dispatcher)
     responses = StoredResponses(answers, root, chats.shown)
@@ -102,6 +104,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
             responses=responses,
             conversations=conversations,
             vocabulary=model.vocabulary,
+            # Asked anew each time: the root is known once workers have registered, and changes with their arithmetic.
             root=lambda: dispatcher.root,
             records=records,
         ),
@@ -134,6 +137,7 @@ def batch_settings(config: Config) -> BatchSettings:
     """Facts of a configuration for files and batches."""
     section = config.batches
     return BatchSettings(
+        # Without a folder in the configuration batches outlive a restart on this machine, in the user's own cache.
         folder=cache_folder() / "batches" if section.folder is None else Path(section.folder).expanduser(),
         stored=StoreLimits(
             file_bytes=section.max_file_mib << 20,
@@ -192,6 +196,7 @@ def _model(config: Config) -> _Model:
     identity = identity_of(config)
     tokenizer = Tokenizer(identity.folder)
     name = config.model.name or model_name(config.model.source)
+    # The template shows whether the model writes reasoning; a configuration may know better.
     reasoning = config.model.reasoning_parser or reasoning_format(tokenizer)
     return _Model(
         identity=identity,
@@ -231,6 +236,7 @@ def _model_facts(config: Config, identity: ModelIdentity) -> ModelFacts:
         identity.fingerprint,
         cache.block_size,
         cache.await_timeout_s,
+        # Hand-overs find blocks by their hashes, also where nothing is kept for later requests.
         names_blocks=cache.prefix_caching or config.workers.hands_over,
         names_answers=cache.prefix_caching and config.speculation.uses(DraftSource.CLUSTER),
     )

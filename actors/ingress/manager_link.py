@@ -57,6 +57,7 @@ class ManagerLink:
         Raises:
             ServiceError: the manager is out of reach or silent.
         """
+        # Only the calls of requests give up at once. Probes go on, and the first answer to one ends the silence.
         if self._is_silent and self.client is not None:
             raise _silent()
         return await self.probe(call, timeout_s=timeout_s, is_prompt=is_prompt)
@@ -79,10 +80,14 @@ class ManagerLink:
         try:
             result = await answer(call(manager), timeout_s)
         except TimeoutError as error:
+            # A call that waits for other processes says nothing of the manager itself. Of two calls that time out
+            # across a succession only the one to the present manager counts.
             if is_prompt and manager is self.client:
                 self._fall_silent()
             raise _silent() from error
         except RayError as error:
+            # Another call may have found the successor meanwhile: that one is not forgotten for its predecessor's
+            # death.
             if manager is self.client:
                 self._forget(error)
             if isinstance(error, (RetiredError, ActorDiedError)):

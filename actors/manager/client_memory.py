@@ -45,10 +45,13 @@ class ClientMemory:
     async def keep_on_disk(self, folder: Path) -> ResponseDisk:
         """Take over the responses on disk, and keep later ones there, too; returns the disk, whose `run` does so."""
         self._response_disk = disk = ResponseDisk(folder)
+        # Up to the budget of memory: what does not fit there is removed from disk, too, so that both hold the same.
         found = await disk.load(self._response_budget_bytes)
         now, since_epoch = time.monotonic(), time.time()
         self._responses.restore(
             [
+                # Files have the time since the epoch, the store the monotonic one. A clock set back makes no response
+                # younger than now.
                 KeptEntry(each.name, each.parent, each.data, now - max(0.0, since_epoch - each.used_at), each.tenant)
                 for each in found
             ],
@@ -79,8 +82,10 @@ class ClientMemory:
     def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str = ANONYMOUS.name) -> bool:
         """Keep a tenant's response that goes on from its parent; returns whether the response is kept."""
         is_new = name not in self._responses
+        # Memory decides, the disk follows: what the store refuses is never written.
         is_kept = self._responses.keep(name, parent, data, time.monotonic(), tenant)
         if is_kept and self._response_disk is not None:
+            # Known data are not written again: a call that was repeated after a failure changes nothing.
             if is_new:
                 self._response_disk.keep(name, parent, data, tenant)
             self._response_disk.use(self._responses.path(name))
@@ -98,6 +103,7 @@ class ClientMemory:
         """Renew claims of responses under way (`ResponseStore.renew`), and give the caller those whose runners are
         gone."""
         now = time.monotonic()
+        # Renewed first, so that no runner is given back its own response as abandoned.
         return self._responses.renew(claims, now), self._responses.abandoned(now)
 
     def find_response(self, name: bytes, with_earlier: bool) -> list[bytes]:
@@ -119,6 +125,7 @@ class ClientMemory:
 
     def with_continuations(self, admission: Admission, request: AdmitRequest) -> Admission:
         """The admission with the answers that began where the request's does."""
+        # A request has no name for its answer where it may not be drafted from others'.
         if self._answers is None or not request.answer_name:
             return admission
         continuations = self._answers.continuations(request.answer_name)
@@ -145,6 +152,7 @@ class ClientMemory:
         responses = [
             KeptEntry(name, parent, data, now - age_s, tenant) for name, parent, data, age_s, tenant in memory.responses
         ]
+        # Deleted before the others are restored: they take room of the budget.
         for name in {each[0] for each in self._responses.entries()} - {each[0] for each in responses}:
             self._responses.delete(name)
         self._responses.restore(responses, now)

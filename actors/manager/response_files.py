@@ -60,8 +60,12 @@ class ResponseFiles:
             try:
                 response = self._read(path) if path.suffix == SUFFIX else None
                 if response is not None:
+                    # Counted as the store counts, so that what is loaded fits into it and nothing is dropped right
+                    # afterwards.
                     budget_bytes -= ENTRY_BYTES + len(response.data)
                     found += [response] if budget_bytes >= 0 else []
+                # Once the budget is used up, every older file goes: a small old response is not kept in the place of a
+                # newer one.
                 if path.suffix == UNFINISHED or (response is not None and budget_bytes < 0):
                     path.unlink(missing_ok=True)
             except DamagedResponseError as error:
@@ -79,6 +83,7 @@ class ResponseFiles:
             with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(_line_of(response))
                 file.write(response.data)
+            # Before the rename: no file is seen under its name with another time of use.
             os.utime(unfinished, (response.used_at, response.used_at))
             unfinished.replace(path)
         except BaseException:
@@ -104,6 +109,7 @@ class ResponseFiles:
         with path.open("rb") as file:
             line = file.readline(MAX_HEADER_BYTES)
             data = file.read()
+        # Read by pattern: the header of a later format may be anything else, and must not be taken for damage.
         if (other := re.match(rb'\{"format": (\d+)', line)) and int(other[1]) != FORMAT:
             logger.warning("a stored response is left alone: %s has format %d", path.name, int(other[1]))
             return None
@@ -114,6 +120,7 @@ class ResponseFiles:
             response = KeptResponse(bytes.fromhex(fields["name"]), parent, data, _used_at(path), str(tenant))
         except (ValueError, TypeError, KeyError, RecursionError):
             raise DamagedResponseError("its header cannot be read") from None
+        # Made again from what was read and compared whole: each field is covered, and a file that was renamed as well.
         if _line_of(response) != line or self._path(response.name) != path:
             raise DamagedResponseError("size or checksum differ")
         return response
@@ -139,6 +146,7 @@ def _line_of(response: KeptResponse) -> bytes:
         "num_bytes": len(response.data),
         "checksum": checksum.hexdigest(),
     }
+    # Left out for the anonymous tenant, as in files of servers that knew no tenants.
     if response.tenant != ANONYMOUS.name:
         fields["tenant"] = response.tenant
     return json.dumps(fields).encode() + b"\n"

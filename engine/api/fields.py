@@ -116,7 +116,10 @@ def _few_biases(value: object) -> object:
 def _is_token_id(key: object) -> bool:
     """True for an integer that may be an id, or its digits."""
     if isinstance(key, str):
+        # The length first: `int` of a megabyte of digits takes seconds. `isdigit` alone accepts digits of other
+        # scripts.
         return key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID
+    # `isinstance` would take True for the token 1.
     return type(key) is int and 0 <= key <= MAX_TOKEN_ID
 
 
@@ -135,6 +138,7 @@ def _template_arguments(value: dict[str, object]) -> dict[str, object]:
         raise problem(f"must have names of variables as keys, got {describe(wrong)}")
 
     try:
+        # Written once here, so that nothing which cannot be JSON reaches the template's process.
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         raise problem("must hold values of JSON") from None
@@ -212,6 +216,7 @@ class PromptFields(StrictModel):
         """Part of the prompt to keep; None for all of the prompt."""
         if self.truncate_prompt_tokens is None:
             return None
+        # -1 is vLLM's word for what fits; how much that is depends on the model's context, which is not known here.
         num_tokens = None if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
         return Truncation(num_tokens, keeps_end=self.truncation_side != "right")
 
@@ -308,11 +313,13 @@ class SamplingFields(FormatFields, PromptFields):
             DEFAULT_SAMPLING,
             temperature=_given(self.temperature, DEFAULT_SAMPLING.temperature),
             top_p=_given(self.top_p, DEFAULT_SAMPLING.top_p),
+            # 0 and -1 both mean all tokens, by different clients' habit; the sampler knows only None.
             top_k=self.top_k if self.top_k is not None and self.top_k > 0 else None,
             min_p=_given(self.min_p, DEFAULT_SAMPLING.min_p),
             presence_penalty=_given(self.presence_penalty, DEFAULT_SAMPLING.presence_penalty),
             frequency_penalty=_given(self.frequency_penalty, DEFAULT_SAMPLING.frequency_penalty),
             repetition_penalty=_given(self.repetition_penalty, DEFAULT_SAMPLING.repetition_penalty),
+            # Sorted, so that equal requests are equal values, whatever the order of their keys.
             logit_bias=tuple(sorted((self.logit_bias or {}).items())),
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(sorted(set(self.allowed_token_ids))),
             logprob_token_ids=tuple(dict.fromkeys(self.logprob_token_ids or ())),

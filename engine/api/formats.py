@@ -75,6 +75,7 @@ class ResponseFormat(StrictModel):
     def constraint(self) -> Constraint | None:
         """Return the grammar of this format; None for free text. Raises RequestError naming the place at fault."""
         for name, kind in _PARTS.items():
+            # False says the same as leaving the field out, and some clients send it always.
             if getattr(self, name) not in (None, False) and self.type != kind:
                 require(f"is only allowed where 'type' is '{kind}'", f"response_format.{name}")
         if self.type == "json_object":
@@ -87,6 +88,7 @@ class ResponseFormat(StrictModel):
 
         param = "response_format.json_schema"
         if self.json_schema is None or self.json_schema.schema_ is None:
+            # The innermost missing field is named: that is what the client has to add.
             param = param if self.json_schema is None else f"{param}.schema"
             raise RequestError(f"Missing required parameter: '{param}'.", param=param)
         strict = bool(self.json_schema.strict)
@@ -129,6 +131,7 @@ class StructuredOutputs(StrictModel):
             return None
 
         param = f"structured_outputs.{given[0]}"
+        # An option that would have no effect is refused: the client believes in a form that it would not get.
         for option in ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
             if getattr(self, option) and given[0] not in ("json", "json_object"):
                 name = f"structured_outputs.{option}"
@@ -139,6 +142,7 @@ class StructuredOutputs(StrictModel):
         if self.regex is not None:
             return Grammar(GrammarKind.REGEX, unicode_of(self.regex, param))
         if self.choice is not None:
+            # As JSON, since a choice may have any character: no separator would be safe.
             source = unicode_of(json.dumps(self.choice, ensure_ascii=False), param)
             return Grammar(GrammarKind.CHOICE, short(source, param))
         if self.grammar is not None:

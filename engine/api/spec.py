@@ -137,6 +137,8 @@ class Truncation:
         """The tokens that are kept. Raises RequestError for more than the context has."""
         limit = self.num_tokens
         if limit is None:
+            # At least one token is kept: a prompt of none has no next token. A request without a limit is left room for
+            # one.
             limit = max(1, max_model_len - (1 if spec.max_tokens is None else spec.max_tokens))
         elif limit > max_model_len:
             raise RequestError(
@@ -325,6 +327,7 @@ class GenerationSpec:
     @property
     def num_choices(self) -> int:
         """Samples to generate, all prompts together."""
+        # A chat has messages and no prompts, and counts as one prompt.
         return self.num_samples * max(1, len(self.prompts))
 
     @property
@@ -335,6 +338,8 @@ class GenerationSpec:
     @property
     def num_prompt_logprobs(self) -> int | None:
         """Number of alternatives to report for each prompt token, wherever they are shown; None: report nothing."""
+        # An echoed completion lists the prompt's tokens like those of the answer, so both are scored with the larger
+        # number.
         echoed = self.sampling.logprobs if self.echoes_prompt else None
         return max((count for count in (self.sampling.prompt_logprobs, echoed) if count is not None), default=None)
 
@@ -390,8 +395,10 @@ def sampling_params(
     """
     asked = spec.sampling
     max_tokens = max_tokens_for(spec, prompt_len, max_model_len)
+    # With a seed of the client's a prompt's choices do not depend on the other prompts of the same request.
     seed, index = (default_seed, choice) if spec.seed is None else (spec.seed, choice % spec.num_samples)
     own_stops = () if spec.ignore_eos else tuple(sorted(eos_token_ids))
+    # The model's own ends come first, each id once: the order is part of the request that workers get.
     stops = tuple(dict.fromkeys((*own_stops, *asked.stop_token_ids)))
     _require_ids(asked, vocab_size, "logprob_token_ids" if spec.scoring is None else "label_token_ids")
     _require_possible(spec, max_tokens, vocab_size, stops)
@@ -420,12 +427,14 @@ def _require_possible(spec: GenerationSpec, max_tokens: int, vocab_size: int, st
         raise RequestError(
             f"'min_tokens' must be at most max_tokens ({max_tokens}), got {asked.min_tokens}.", param="min_tokens"
         )
+    # Below min_tokens the stops are masked, too, and then no token at all would be left to sample from.
     if asked.allowed_token_ids is not None and asked.min_tokens and set(stops).issuperset(asked.allowed_token_ids):
         raise RequestError(
             "'allowed_token_ids' must have a token that does not end the answer, since 'min_tokens' is given.",
             param="allowed_token_ids",
         )
 
+    # The whole response is bounded, not one answer: it is built in the ingress, with all choices in memory.
     if spec.all_logprobs and spec.num_choices * max_tokens * vocab_size > MAX_LISTED:
         most = MAX_LISTED // (spec.num_choices * vocab_size)
         raise RequestError(
@@ -440,12 +449,14 @@ def _num_logprobs(spec: GenerationSpec, vocab_size: int) -> int | None:
     tokens' log-probabilities."""
     if spec.all_logprobs:
         return vocab_size
+    # `best_of` ranks samples by the mean log-probability of their tokens, also where the client asks for none.
     is_compared = spec.sampling.logprobs is None and spec.num_samples > spec.n
     return 0 if is_compared else spec.sampling.logprobs
 
 
 def require_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raise RequestError naming `param` and all ids at fault unless all ids are in `[0, vocab_size)`."""
+    # Two passes in C for thousands of ids; the wrong ones are only looked for where there are some.
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         wrong = name_all(token for token in token_ids if not 0 <= token < vocab_size)
         raise RequestError(
@@ -458,6 +469,7 @@ def require_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> 
 def max_tokens_for(spec: GenerationSpec, prompt_len: int, max_model_len: int) -> int:
     """`max_tokens`, explicit or default. Raises ContextLengthError if it and the prompt do not fit into the context."""
     room = max_model_len - prompt_len
+    # A request for no tokens may fill the context: its prompt is scored or embedded, and nothing is put behind it.
     if room < (spec.max_tokens != 0):
         raise ContextLengthError.of_prompt(
             f"This model's maximum context length is {max_model_len} tokens, "

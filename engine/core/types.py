@@ -106,6 +106,7 @@ class Grammar:
     @property
     def digest(self) -> bytes:
         """Name of the grammar, whatever stands before the answer, the same in every process: 16 bytes."""
+        # The kind is part of the name: one source can be valid in two languages, and mean other answers.
         text = f"{self.kind}\0{self.source}".encode()
         return blake2b(text, digest_size=GRAMMAR_DIGEST_BYTES, key=b"raydix grammar").digest()
 
@@ -352,6 +353,7 @@ class SegmentHeader:
     @property
     def full_hashes(self) -> tuple[BlockHash, ...]:
         """All hashes but the tail: the blocks that other requests can use."""
+        # A partial block goes on differently in each request, so only the one that is handed over may have it.
         return self.hashes[:-1] if self.handover is not None and self.handover.tail is not None else self.hashes
 
 
@@ -408,6 +410,7 @@ class Admission:
 
     def whole(self) -> "Admission":
         """Have the prefill worker do the whole request."""
+        # What the decode worker awaited comes from the prefill worker, which is now the same.
         return replace(self, decode=self.prefill, decode_epoch=self.prefill_epoch, decode_awaited=())
 
 

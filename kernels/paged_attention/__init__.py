@@ -83,6 +83,7 @@ def paged_attention(
     zero. Raises `ValueError` on wrong shapes and `TypeError` on wrong dtypes.
     """
     if query.is_cuda:
+        # Imported where it is needed: a machine without a GPU may have no Triton.
         from raydix.kernels.paged_attention.triton import paged_attention_triton
 
         return paged_attention_triton(
@@ -131,5 +132,6 @@ def paged_attention(
         sinks=sinks,
     )
     if out is not None:
+        # Copied, not returned: the caller's tensor may be a part of a larger one.
         computed = out.copy_(computed)
     return (computed, lse) if return_lse else computed

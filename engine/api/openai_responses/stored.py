@@ -62,6 +62,8 @@ class StoredResponse:
     @classmethod
     def decode(cls, data: bytes) -> "StoredResponse":
         """The response that `encoded` made the bytes of."""
+        # Data of a response under way begin with its mark and revision, which the manager compares without reading the
+        # rest.
         start = len(UNDER_WAY) + REVISION_BYTES if data.startswith(UNDER_WAY) else 0
         own, _, rest = data[start:].partition(b"\n")
         fields = orjson.loads(own)
@@ -75,6 +77,7 @@ class StoredResponse:
         items, messages, answer, body, earlier = parts
         if run is not None:
             run = Run(body, run["session"], run["streams"], Origin(**run["origin"]), earlier)
+        # What is left behind all sized parts is the response: the largest part, cut out last and only once.
         return cls(rest, items=items, messages=messages, answer=answer, run=run, **fields)
 
     def input_items(self) -> KeptItems:
@@ -96,6 +99,7 @@ def encoded(stored: StoredResponse, revision: bytes = b"") -> bytes:
     """A stored response as bytes: a line of JSON with what is always read, and behind it the other parts, the object of
     the API last. Of a response under way the `revision` stands before it, by which its data is told from all others."""
     run = stored.run
+    # Always five sizes, so that `decode` need not know whether there is a run before it cuts.
     parts = [stored.items, stored.messages, stored.answer, *((b"", b"") if run is None else (run.body, run.earlier))]
     own: Json = {"previous": stored.previous, "sizes": [*map(len, parts)]}
     if stored.in_background:
@@ -152,6 +156,7 @@ class Claim:
 def going_on(spec: GenerationSpec, earlier: Sequence[StoredResponse]) -> GenerationSpec:
     """A request with the messages and answers of the stored responses before it, the first one first."""
     assert spec.turn is not None and earlier
+    # Instructions stand before the conversation and count for this response only; the request's own input comes last.
     first = len(spec.messages) - spec.turn.num_own
     messages = [*spec.messages[:first]]
     continued = []
@@ -159,6 +164,7 @@ def going_on(spec: GenerationSpec, earlier: Sequence[StoredResponse]) -> Generat
         said, text, token_ids = each.turns()
         messages += said
         if token_ids is not None:
+            # The ids that were generated, not those of the text: the next prompt then begins with the same blocks.
             continued.append(ContinuedAnswer(len(messages), None, token_ids=token_ids))
         messages.append({"role": "assistant", "content": text})
     turn = replace(spec.turn, is_whole=True)
@@ -218,6 +224,7 @@ class PageQuery(StoredQuery):
     def page(self, items: KeptItems) -> bytes:
         """The page of some items. Raises RequestError if `after` is no item's id."""
         ids = [*items] if self.order == "asc" else [*reversed([*items])]
+        # Looked up among all items, in either order: a page begins behind the item, wherever that is.
         if self.after is not None and self.after not in items:
             raise RequestError(f"'after' names no item: '{self.after[:100]}'.", param="after")
 

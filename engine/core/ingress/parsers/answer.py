@@ -65,6 +65,7 @@ class AnswerParser:
         rest = ReasoningPiece() if self._reasoning is None else self._reasoning.finish()
         events = self._noted(self._of_text(rest.text))
         last = () if self._calls is None else self._noted(self._calls.finish())
+        # What the model began and did not end is no text for a user where only calls were asked for.
         if self._has_only_calls:
             last = [event for event in last if not isinstance(event, AnswerText)]
         return [*self._of_reasoning(rest.reasoning), *events, *last]
@@ -82,6 +83,7 @@ class AnswerParser:
         if self.is_done:
             return ()
         for index, event in enumerate(events, start=1):
+            # A broken call is text, so the answer goes on behind it, and a later call may be the one that ends it.
             if isinstance(event, CallEnds) and event.broken is None:
                 self.has_called = True
                 if self.is_done:
@@ -150,6 +152,7 @@ class AssembledMessage:
         """Texts and calls in their order. A broken call is text, and adjacent texts are one."""
         found: list[str | Call] = []
         for part in self._parts:
+            # A broken call's raw text takes its place, so that the client sees what the model wrote.
             text = part if isinstance(part, str) else part.broken or ""
             if isinstance(part, Call) and self._counts(part):
                 found.append(part)
@@ -174,4 +177,5 @@ class AssembledMessage:
         return isinstance(part, Call) and self._counts(part)
 
     def _counts(self, call: Call) -> bool:
+        # A call that the limit cut is shown as one all the same: the finish reason `length` says that it is not whole.
         return call.broken is None or (self.is_cut and call is self._parts[-1])

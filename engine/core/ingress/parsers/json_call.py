@@ -75,6 +75,7 @@ class JsonCall:
             self._out.text(raw)
 
     def _take(self, character: str) -> Step:
+        # White space inside a key or a value is its own; between parts of the object it says nothing.
         if self._expects is _Expects.VALUE or self._held:
             return self._in_value(character)
         if character in WHITESPACE:
@@ -112,22 +113,28 @@ class JsonCall:
             held, self._held = "".join(self._held), []
             if is_key:
                 self._key, self._expects = json.loads(held), _Expects.COLON
+                # A bare object in an answer is taken for a call only while it has the keys of one: the first other key
+                # makes it text.
                 is_known = self._keys is None or self._key in self._keys
                 return Step.MORE if is_known else Step.BROKEN
             self._expects = _Expects.COMMA_OR_END
             if not self._end_value(held):
                 return Step.BROKEN
+            # A number or word ends with the character behind it, which belongs to the object again.
             return self._take(character) if step is Step.PAST else Step.MORE
         return step
 
     def _begin_value(self, character: str) -> bool:
         """Look at a value's first character; False if no call has such a value."""
         if self._key in NAME_KEYS:
+            # A second name would come too late: the first one may have been sent to the client.
             return character == '"' and self._name is None
         if self._key not in ARGUMENTS_KEYS:
             return True
+        # Arguments are an object, an object in a string, or null, and come once; whatever else begins there is no call.
         if self._has_begun or self._arguments is not None or character not in '{"n':
             return False
+        # Only behind the name can arguments be streamed; before it they are held until the call may begin.
         if character == "{" and self._name is not None:
             self._begin()
             self._passes_on = True
@@ -150,6 +157,7 @@ class JsonCall:
             return Step.BROKEN
         if not self._has_begun:
             self._begin()
+            # A call without arguments has the empty object: clients parse what they get as JSON.
             self._out.arguments(self._arguments or "{}")
         self._out.end()
         return Step.DONE
@@ -168,6 +176,7 @@ def name_in(name: str, names: Collection[str] | None) -> str | None:
 
 def is_unicode(text: str) -> bool:
     """True unless the text has half a character, as JSON's escapes can write."""
+    # Surrogates cannot be encoded in UTF-8, so they could not be sent in any response.
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

@@ -55,6 +55,7 @@ class PythonicCalls:
                 break
             self._raw += character
             if not self._take(character):
+                # The character at fault is passed on by itself, behind the text before it: it must not appear twice.
                 self._raw = self._raw[:-1]
                 self._give_up()
                 self._out.text(character)
@@ -67,6 +68,7 @@ class PythonicCalls:
 
     def _give_up(self) -> None:
         """Take all that is still to come for text."""
+        # Here the call's beginning has been sent already: it can be ended as broken, and not be taken back.
         if self._place in (_Place.KEY, _Place.VALUE):
             self._out.end(broken=self._raw)
         elif self._place is not _Place.END or self._tag.is_open or self._raw.strip(WHITESPACE):
@@ -104,6 +106,7 @@ class PythonicCalls:
     def _in_name(self, character: str) -> bool:
         if character == "(":
             name, self._part = self._part, ""
+            # A list in brackets is common text; only the name of a function of the request makes it a call.
             if name not in self._names:
                 return False
             self._out.begin(name)
@@ -111,6 +114,7 @@ class PythonicCalls:
             self._place, self._num_arguments = _Place.KEY, 0
             return True
         if character in WHITESPACE:
+            # White space may stand before a name, and not within one.
             return not self._part
         self._part += character
         return len(self._part) <= MAX_NAME and (character.isalnum() or character in "_.-:")
@@ -135,9 +139,11 @@ class PythonicCalls:
         else:
             self._depth += (character in _OPENING) - (character in _CLOSING)
         self._part += character
+        # A closing bracket without an opening one ends no value of Python's.
         return self._depth >= 0
 
     def _in_string(self, character: str) -> None:
+        # The character behind a backslash is part of the string, whatever it is.
         if len(self._quote) == 2:
             self._quote = self._quote[0]
         elif character == "\\":
@@ -149,6 +155,7 @@ class PythonicCalls:
         value = json_of(self._part)
         if value is None:
             return False
+        # Each argument is sent as soon as it is whole: half a literal of Python's has no JSON yet.
         comma = ", " if self._num_arguments else ""
         self._out.arguments(f"{comma}{json.dumps(self._key, ensure_ascii=False)}: {value}")
         self._num_arguments += 1
