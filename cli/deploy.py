@@ -94,15 +94,18 @@ def deploy(config: Config, name: str, *, is_dry_run: bool = False, is_open: bool
     """
     from raydix.serve_app import versions
 
+    # What runs is read from Serve, not from a file: somebody else may have deployed since.
     running = running_application(name)
     served = with_sizes(as_served(config, running.http), running.config)
     wanted = versions(served)
     plan = planned(running, served, wanted)
     told = [*plan.lines(), *ignored(config, running.http), who_may_use(served)]
+    # Printed before anything is checked or done, so that an operator sees the plan also where it is refused.
     print("\n".join(told), flush=True)
     _check(served, running.config)
     _check_tenants(served, running, is_open=is_open)
     is_unchanged = running.versions == wanted and not plan.changes
+    # An application with failed replicas is deployed again even without a change: that starts them anew.
     if is_dry_run or (is_unchanged and _is_running(name)):
         return
 
@@ -140,6 +143,7 @@ SIZES: Mapping[str, tuple[str, ...]] = {"model": ("max_model_len",), "cache": ("
 def with_sizes(config: Config, running: Config | None) -> Config:
     """The configuration with the sizes that run in the place of its own absent ones, as long as it changes nothing that
     the sizes were made of: the rest of the model and of the cache, and the workers."""
+    # Sizes were made for that model and those workers; for others they could be too large to start with.
     if running is None or _without_sizes(config) != _without_sizes(running):
         return config
     for name, keys in SIZES.items():
@@ -209,6 +213,7 @@ def _http_of(section: object) -> HttpSection | None:
     known: dict[str, Any] = {}
     for name, value in section.items():
         with contextlib.suppress(ValidationError):
+            # Each key by itself: one that a newer version wrote does not hide the others.
             HttpSection.model_validate({name: value})
             known[name] = value
     return HttpSection.model_validate(known)
@@ -269,6 +274,7 @@ def _check(config: Config, running: Config | None) -> None:
 
     from raydix.actors.ingress.build import identity_of
 
+    # Looking at a model may fetch its files; an unchanged one was looked at when it was deployed.
     if running is None or running.model != config.model:
         identity_of(config)
     cluster: Any = ray
@@ -285,6 +291,7 @@ def require_stores(config: Config, stores_gib: Sequence[float]) -> None:
         return  # Nodes for workers come when workers are to start.
     cache, has_gib = config.cache, min(stores_gib)
     is_alone = len(stores_gib) == 1
+    # Of several nodes nobody knows yet which workers share one: at least each must have room for one worker.
     needed_gib = config.stored_gib if is_alone else cache.segment_gib + cache.swap_gib
     if needed_gib > has_gib:
         swaps = "each worker's" if is_alone else "one worker's"

@@ -169,6 +169,7 @@ class CacheSection(Section):
 
     @model_validator(mode="after")
     def _keeps_what_is_to_be_kept(self) -> Self:
+        # Refused rather than ignored: the disk would stay empty, and nobody would know why.
         if not self.prefix_caching and self.disk_gib:
             raise ValueError(f"disk_gib ({self.disk_gib:g}) is for KV that is kept, and prefix_caching is false")
         if not self.prefix_caching and self.public_prefixes:
@@ -355,6 +356,7 @@ def tenants_apart(tenants: tuple[TenantSection, ...]) -> tuple[TenantSection, ..
         raise ValueError(f"name {twice!r} is given twice")
     if twice := _twice([key_hash for tenant in tenants for key_hash in tenant.key_hashes]):
         raise ValueError(f"{twice} is given twice in key_hashes: a key must belong to one tenant")
+    # Ten tenths are a little more than 1 in binary.
     if (total := sum(tenant.cache_min for tenant in tenants)) > 1 + 1e-9:
         raise ValueError(f"cache_min adds up to {total:g} over all tenants, which must be at most 1")
     return tenants
@@ -488,6 +490,7 @@ class Config(Section):
     @property
     def stored_gib(self) -> float:
         """Limit of the object store for all parts together, in GiB, if all workers are on one node."""
+        # The most of each pool: a pool that grows under load must find the room that was checked at the start.
         num_workers = sum(section.numbers.most for section in self.workers.sections.values())
         return self.cache.segment_gib + num_workers * self.cache.swap_gib
 
@@ -499,6 +502,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _tenants_in_one_place(self) -> Self:
+        # Two lists could contradict each other, and a file that changes would win or lose in silence.
         if self.tenants and self.tenants_file is not None:
             raise ValueError(f"tenants are given, and a tenants_file ({self.tenants_file}): one of them must go")
         return self

@@ -130,10 +130,12 @@ class Grammars:
         """Return True if the grammar is compiled; otherwise there will be news of it. `request_id`: who wants it."""
         digest = grammar.digest
         with self._lock:
+            # A grammar that is compiled can still lack the table of tokens, which only those with a lead need.
             if digest in self._compiled and (grammar.lead is None or self._leads is not None):
                 self._compiled.move_to_end(digest)
                 return True
         if digest not in self._pending:
+            # One compilation for all who wait: a hundred requests of one schema compile it once.
             self._pending.add(digest)
             self._compiling_thread().submit(self._compile_and_tell, grammar, digest, request_id)
         return False
@@ -153,12 +155,14 @@ class Grammars:
 
     def _compile_and_tell(self, grammar: Grammar, digest: bytes, request_id: str) -> None:
         error = None
+        # Were this process to die now, its last words would name the request whose grammar did it.
         self.note_work((request_id,))
         try:
             self.compile(grammar)
         except BaseException as caught:  # of any kind, also a panic of Rust's: its requests must not wait for ever
             error = str(caught)
         self.note_work(())
+        # The news before the wake: the engine's thread finds it when it looks.
         self._news.put(GrammarNews(digest, error))
         self.wake()
 
@@ -181,6 +185,7 @@ class Grammars:
         with self._lock:
             self._compiled[grammar.digest] = matcher
             if len(self._compiled) > MAX_COMPILED:
+                # Matchers under way keep their own copy; the marks of a forgotten grammar would grow for ever.
                 oldest, _ = self._compiled.popitem(last=False)
                 self._hard.discard(oldest)
                 self._long.discard(oldest)
@@ -218,6 +223,8 @@ class Grammars:
         def walk(matcher: "Matcher") -> Sequence[FormToken]:
             if matcher.is_hard or matcher.forces_long_texts or not self._walking.has_time():
                 return [FormToken(token_id) for token_id in self._forced(request, matcher)[:count]]
+            # Time is taken from a budget of the engine's whole time, so that grammars with expensive masks cannot slow
+            # every stream down.
             with self._walking.taken() as taken:
                 try:
                     return matcher.walk(
@@ -241,6 +248,7 @@ class Grammars:
         """Return the result of a look at a request's matcher that leaves the matcher as it was; `nothing` where there
         is none yet and its grammar would have to be compiled, which is not for the engine's thread. A look that breaks
         the matcher costs the matcher: the next masks get another one."""
+        # Compiling would hold up the engine's thread, with all streams, for a guess that need not be made.
         if not self._has_matcher(request) and not self._is_compiled(request.assignment.sampling.grammar):
             return nothing
         self.note_work((request.request_id,))
@@ -266,6 +274,7 @@ class Grammars:
         if not any(request.assignment.sampling.grammar is not None for request in requests):
             return None
         if self._masker is None:
+            # One thread: the matchers are moved on in the order of the steps, and by nobody else meanwhile.
             self._masker = ThreadPoolExecutor(1, "mask")
         return self._masker.submit(self._masks, tuple(requests))
 
@@ -284,6 +293,7 @@ class Grammars:
         for request, draft in with_drafts(requests):
             if request.assignment.sampling.grammar is not None:
                 try:
+                    # A place has one mask for its own row and one behind each token of its draft.
                     places.append(DraftedPlace(row, num_masks, self._followed_or_renewed(request), draft))
                     num_masks += 1 + len(draft)
                 except Exception as error:  # of any kind: the row's request is to end alone
@@ -295,6 +305,7 @@ class Grammars:
         except Exception:  # of any kind: some matchers may have consumed tokens of drafts
             for place in places:
                 self.forget(requests[place.row].request_id)
+            # Without drafts the same would happen again: the error is the step's.
             if not any(place.draft for place in places):
                 raise
             logger.exception("masks of drafts not computed")
@@ -348,9 +359,11 @@ class Grammars:
 
         led = [led_place(place, self._leads) for place in places]
         self._compute([job for each in led if (job := each.job) is not None], bits)
+        # The tokenizer may have more tokens than the model has logits; words for those are cut off.
         bits = np.ascontiguousarray(bits[:, : self._num_words])
         for place, lead in zip(places, led, strict=True):
             for behind, mask in enumerate(lead.masks):
+                # Either the lead goes on or the answer begins: a token is allowed if one of them allows it.
                 bits[place.at + behind] |= mask
             place.matcher.roll_back(lead.num_consumed)
         return bits
@@ -417,6 +430,7 @@ class Grammars:
         ended = set[int]()
         for row, request in enumerate(requests):
             if isinstance(request, DraftedRow):
+                # A row behind a token that was not allowed is no row of the answer, and neither is any behind it.
                 if row - 1 in ended or row - 1 in dead_ends or (rows[row] >= 0 and not is_open[rows[row]]):
                     ended.add(row)
             elif rows[row] >= 0:
@@ -446,6 +460,7 @@ class Grammars:
                 compiled = self._compiled.get(grammar.digest)
             if compiled is None or (grammar.lead is not None and self._leads is None):
                 compiled = self.compile(grammar)
+            # Of a new attempt as well: the worker may have had an earlier one, whose matcher is at another place.
             matcher = self._begin_matcher(request, grammar, compiled)
         return matcher
 

@@ -50,6 +50,7 @@ class Tokenizer:
         if self._backend is None:
             raise StartupError(f"the tokenizer in {folder} is not a fast one: add its tokenizer.json")
 
+        # A tokenizer.json may say to cut and pad texts, as training did; a server must not cut prompts in silence.
         self._backend.no_truncation()
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
@@ -58,6 +59,7 @@ class Tokenizer:
         self._special_names = names_pattern(token.content for token in added.values() if token.special)
         self._lock = threading.Lock()
         """The backend refuses to be set up differently while another thread uses it."""
+        # Made once: the table of all tokens takes a while for large vocabularies.
         self._longest_token, self._lost_bytes = self._lengths()
         self.eos_token_ids: list[int] = eos_token_ids(folder, self._tokenizer.eos_token_id)
         """The ids that end a generation, ascending: the end of the text and, for chat models, the end of a turn."""
@@ -105,6 +107,7 @@ class Tokenizer:
 
     def with_special_tokens(self, token_ids: Sequence[int]) -> list[int]:
         """Return the ids between the special tokens that the model wants before and after any text."""
+        # Any text will do: what the tokenizer adds does not depend on what stands between.
         bare, whole = (self.encode("a", add_special_tokens=add) for add in (False, True))
         start = next(index for index in range(len(whole)) if whole[index : index + len(bare)] == bare)
         return [*whole[:start], *token_ids, *whole[start + len(bare) :]]
@@ -141,6 +144,7 @@ class Tokenizer:
         first_id, first_character = 0, 0
         for index, start, end in [*special, (len(ids), len(text), len(text))]:
             part = text[first_character:start]
+            # Parts without a mark keep the ids of the whole text, so that most chats are tokenized once.
             token_ids += self._encode_as_text(part.replace(mark, "")) if mark in part else ids[first_id:index]
             if index < len(ids):
                 borders.append((start, len(token_ids)))
@@ -151,6 +155,7 @@ class Tokenizer:
     def _encode_as_text(self, text: str) -> list[int]:
         """Return the token ids of a text in which nothing is a special token."""
         with self._lock:
+            # A setting of the whole tokenizer, so it is changed and changed back under the lock.
             self._backend.encode_special_tokens = True
             try:
                 ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
@@ -175,6 +180,7 @@ class Tokenizer:
         backend = json.loads(self._backend.to_str())
         added = self._backend.get_added_tokens_decoder().values()
         is_by_bytes = backend["model"]["type"] == "BPE" and not backend["model"].get("unk_token")
+        # Each of these can make a text shorter than its bytes, and the bound would refuse prompts that fit.
         if table is None or not is_by_bytes or backend["normalizer"] or any(t.lstrip or t.rstrip for t in added):
             return None, b""
         return max(map(len, table)), bytes(set(range(256)) - {token[0] for token in table if len(token) == 1})
@@ -254,6 +260,7 @@ class Tokenizer:
         arguments: Mapping[str, Any] = template.arguments
         mark = None
         if not special_tokens:
+            # Arguments go through the template like messages, and could write special tokens just the same.
             marked = mark_names([*messages, {"arguments": arguments}], self._special_names, tools)
             *messages, last = marked.messages
             tools, arguments, mark = marked.tools, last["arguments"], marked.mark
@@ -276,6 +283,7 @@ class Tokenizer:
         """Raise `RequestError` for an argument that would replace what a template is given or can call anyway."""
         if not arguments:
             return
+        # Asked of the installed version: a later one may have more parameters that an argument could replace.
         own = inspect.signature(self._tokenizer.apply_chat_template).parameters
         for name in arguments:
             if name in own or name in _TEMPLATE_NAMES or name in self._tokenizer.special_tokens_map:
@@ -305,6 +313,8 @@ class Tokenizer:
 
         Raises `RequestError` if the template takes no such message.
         """
+        # Three users who begin differently, as a digit, a letter and a line: what is common to all does not depend on
+        # the user.
         messages = [[{"role": "system", "content": system}, {"role": "user", "content": user}] for user in "1a\n"]
         chats = [self.encode_chat(chat, special_tokens=special_tokens).token_ids for chat in messages]
         same = takewhile(lambda ids: len(set(ids)) == 1, zip(*chats, strict=False))
@@ -400,6 +410,7 @@ def eos_token_ids(folder: Path, tokenizer_eos: int | None) -> list[int]:
     ids = set() if tokenizer_eos is None else {int(tokenizer_eos)}
     path = folder / "generation_config.json"
     declared = read_json(path).get("eos_token_id") if path.is_file() else None
+    # Chat models end a turn by another token than a text, and only this file names both.
     ids.update(declared if isinstance(declared, list) else [] if declared is None else [int(declared)])
     return sorted(ids)
 

@@ -67,11 +67,13 @@ class DecoderPass:
         assert ops is not None
         self._forward = ops.forward
         rows = [_layer(layer) for layer in layers]
+        # Checked and converted once here, so that a step passes one handle instead of hundreds of tensors.
         self._decoder = ops.decoder(rows, first_norm, num_heads, eps, scale, soft_cap, KINDS.index(activation))
 
     @staticmethod
     def supports(layers: tuple[LayerWeights, ...]) -> bool:
         """True if the C++ path computes every product itself, and has a norm before each."""
+        # The C++ loop norms before each product; families that norm behind only go layer by layer in Python.
         has_norms = all(layer.mlp_norm is not None and layer.next_norm is not None for layer in layers)
         return has_norms and all(product.layout is Layout.PANELS for layer in layers for product in layer.products())
 
