@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import aiohttp
@@ -36,7 +37,14 @@ MAX_LINE_BYTES = 1 << 20
 """Longest line of a stream; a server may put many tokens, with their data, into one event."""
 
 COMMAND = re.compile(r"/\w*")
-COMMANDS = "/new starts over, /quit ends"
+COMMANDS = "/help lists the commands"
+HELP = """\
+/new            a new conversation, with the same system message
+/system TEXT    a new conversation with this system message; without TEXT, with none
+/why            why the last answer's prompt was found in the cache, or was not
+/save FILE      write the conversation to a new file, as the body of a request
+/quit           end
+//              begins a question with /"""
 
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -47,6 +55,10 @@ class AnswerError(Exception):
 
 class LostAnswerError(AnswerError):
     """End of the connection before the end of the stream: what came of the answer is right."""
+
+
+class CommandError(Exception):
+    """A command that cannot be carried out; the message is one line for the user."""
 
 
 class BrokenStreamError(Exception):
@@ -92,6 +104,8 @@ class ChatScreen:
         self._max_tokens = max_tokens
         self._temperature = temperature
         self._messages = list(self._beginning)
+        self._answer_id = ""
+        """Id of the last answer, by which the server explains it; empty before the first one."""
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._has_failed = False
 
@@ -107,12 +121,8 @@ class ChatScreen:
 
         try:
             while (question := self._question()) != "/quit":
-                if question == "/new":
-                    self._messages = list(self._beginning)
-                    _note("a new conversation")
-                elif COMMAND.fullmatch(question.partition(" ")[0]):
-                    self._has_failed = True
-                    _note(f"no such command: {question[:40]}; {COMMANDS}, // begins a question with /")
+                if COMMAND.fullmatch(question.partition(" ")[0]):
+                    self._obey(question)
                 elif question:
                     self._ask(question.replace("/", "", 1) if question.startswith("//") else question)
         except (EOFError, KeyboardInterrupt):
@@ -120,6 +130,52 @@ class ChatScreen:
                 print()
 
         return int(self._has_failed and not self._is_terminal)
+
+    def _obey(self, line: str) -> None:
+        """Carry out a command other than `/quit`."""
+        try:
+            match line.split(maxsplit=1):
+                case ["/help"]:
+                    _note(HELP)
+                case ["/new"]:
+                    self._begin_anew()
+                case ["/system", *text]:
+                    self._beginning = [{"role": "system", "content": content} for content in text]
+                    self._begin_anew()
+                case ["/why"]:
+                    self._explain()
+                case ["/save", path]:
+                    self._save(path)
+                case _:
+                    raise CommandError(f"no such command: {line[:40]}; {COMMANDS}, // begins a question with /")
+        except CommandError as error:
+            self._has_failed = True
+            _note(str(error))
+
+    def _begin_anew(self) -> None:
+        self._messages = list(self._beginning)
+        _note("a new conversation")
+
+    def _explain(self) -> None:
+        """Show what `raydix why` prints of the last answer."""
+        if not self._answer_id:
+            raise CommandError("error: there is no answer yet")
+        from raydix.cli.observe import show_why  # rich, which no answer needs
+
+        try:
+            show_why(self._server.url, self._server.key, self._answer_id)
+        except StartupError as error:
+            raise CommandError(f"error: {error}") from None
+
+    def _save(self, path: str) -> None:
+        """Write the conversation. A file that exists is left alone: it may be another conversation."""
+        conversation = {"model": self._model, "messages": self._messages}
+        try:
+            with Path(path).expanduser().open("x", encoding="utf-8", errors="replace") as file:
+                json.dump(conversation, file, ensure_ascii=False, indent=2)
+        except (OSError, ValueError, RuntimeError) as error:  # a null byte in the path; `~` of a user that is none
+            raise CommandError(f"error: {one_line(str(error))}") from None
+        _note(f"saved: {len(self._messages)} messages")
 
     def _question(self) -> str:
         return input("> " if self._is_terminal else "").strip()
@@ -139,6 +195,7 @@ class ChatScreen:
             is_kept = answer.finish_reason is not None or isinstance(error, LostAnswerError)
             ending = self._failure(error, answer, is_kept=is_kept)
 
+        self._answer_id = answer.id or self._answer_id
         if answer.text:
             print(flush=True)
         if answer.text and is_kept:
@@ -223,6 +280,8 @@ class Event:
     finish_reason: str | None = None
     usage: TokenCounts | None = None
     reasoning: str = ""
+    id: str = ""
+    """Id of the answer; empty if the server gives none."""
 
 
 @dataclass(slots=True)
@@ -234,6 +293,7 @@ class StreamedAnswer:
     last_s: float = 0.0
     finish_reason: str | None = None
     usage: TokenCounts | None = None
+    id: str = ""
 
     def add(self, event: Event, now_s: float) -> None:
         """Take in the next event of the stream."""
@@ -243,6 +303,7 @@ class StreamedAnswer:
             self.last_s = now_s
         self.finish_reason = event.finish_reason or self.finish_reason
         self.usage = event.usage or self.usage
+        self.id = event.id or self.id
 
     def summary(self) -> str:
         """Figures of the answer, as far as known: a phrase for each."""
@@ -269,6 +330,7 @@ class ChatServer:
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.key = api_key
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         url = url if "://" in url else f"http://{url}"
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
@@ -378,6 +440,7 @@ def read_event(data: bytes) -> Event:
             reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",  # servers have either name
             finish_reason=choice.get("finish_reason"),
             usage=_read_usage(usage) if usage else None,
+            id=str(content.get("id") or ""),
         )
     except (AttributeError, LookupError, TypeError, ValueError):
         start = one_line(data[:80].decode(errors="replace"))

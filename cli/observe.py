@@ -66,11 +66,14 @@ def run_why(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(explained))
         return 0
-    for choice in explained["choices"]:
-        for attempt in choice["attempts"]:
-            _print(*_explanation(choice["id"], attempt))
-    _print(*_beside(explained))
+    _print(*_whole_explanation(explained))
     return 0
+
+
+def show_why(url: str, key: str | None, name: str) -> None:
+    """Print on stderr what `raydix why` prints of a request. Raises StartupError as `run_why`."""
+    explained = asyncio.run(_explained(ObservedServer(url, key), name))
+    _print(*_whole_explanation(explained), console=Console(stderr=True, highlight=False))
 
 
 def run_top(options: argparse.Namespace) -> int:
@@ -171,8 +174,8 @@ async def _follow(server: ObservedServer) -> None:
             live.update(Group(_counts(event["counts"]), _table(newest[:num_shown])), refresh=True)
 
 
-def _print(*parts: RenderableType) -> None:
-    console = Console(highlight=False)
+def _print(*parts: RenderableType, console: Console | None = None) -> None:
+    console = console or Console(highlight=False)
     for part in parts:
         console.print(part)
 
@@ -213,6 +216,15 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
+def _whole_explanation(explained: Mapping[str, Any]) -> list[RenderableType]:
+    """What `raydix why` prints."""
+    lines: list[RenderableType] = []
+    for choice in explained["choices"]:
+        for attempt in choice["attempts"]:
+            lines += _explanation(choice["id"], attempt)
+    return lines + _beside(explained)
+
+
 def _explanation(name: str, attempt: Attempt) -> list[RenderableType]:
     """What `raydix why` prints of an attempt."""
     hits = sum(run["count"] for run in attempt["blocks"] if run["hit"]) * attempt["block_size"]
@@ -233,7 +245,10 @@ def _explanation(name: str, attempt: Attempt) -> list[RenderableType]:
         f"all of it computed: {_time(attempt['uncached_s'])}, as predicted",
         f"prefill at {attempt['prefill_worker']}, decode at {attempt['decode_worker']}",
     ]
-    return [*lines, _text("; ".join(said)), Text("")]
+    lines.append(_text("; ".join(said)))
+    if (session := attempt["session"]) is not None and (branch := session["branch"]) is not None:
+        lines.append(_text(f"a branch of {branch['of']}: their first {branch['blocks']:,} blocks are the same"))
+    return [*lines, Text("")]
 
 
 def _beside(explained: Mapping[str, Any]) -> list[RenderableType]:

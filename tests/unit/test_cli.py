@@ -35,6 +35,7 @@ from raydix.configs import load_config
 from raydix.engine.api.responses import ResponseHead, TokenUsage
 from raydix.engine.api.stream import DONE, ChunkWriter, error_event, usage_event
 from raydix.engine.core.errors import ServiceError, StartupError
+from raydix.engine.core.manager.explain import BlockSource, Decision
 from raydix.engine.core.types import FinishReason
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -53,6 +54,8 @@ class Server:
     """The `Authorization` header of every request."""
     last_ids: list[str] = field(default_factory=list)
     """The `Last-Event-ID` header of every request for a stream that breaks."""
+    explanations: dict[str, Any] = field(default_factory=dict)
+    """By the name of an answer."""
     is_hanging: threading.Event = field(default_factory=threading.Event)
     was_left: threading.Event = field(default_factory=threading.Event)
     """A client closed the connection of an answer that did not end."""
@@ -61,7 +64,13 @@ class Server:
         application = web.Application()
         application.router.add_get("/v1/models", self.models)
         application.router.add_post("/v1/chat/completions", self.chat)
+        application.router.add_get("/v1/requests/{name}/explain", self.explain)
         return application
+
+    async def explain(self, request: web.Request) -> web.Response:
+        if (explained := self.explanations.get(request.match_info["name"])) is None:
+            raise web.HTTPNotFound
+        return web.json_response(explained)
 
     async def models(self, request: web.Request) -> web.Response:
         self.keys.append(request.headers.get("authorization"))
@@ -290,7 +299,7 @@ class TestPipedChat:
         assert err[0].startswith("the answer is complete, but the end of the stream is missing: ")
         assert server.roles(1) == [("user", question), ("assistant", "Héllo wörld"), ("user", "after")]
 
-    @pytest.mark.parametrize("line", ["/help", "/news", "/New", "/quit now", "/", "/new one"])
+    @pytest.mark.parametrize("line", ["/helps", "/news", "/New", "/quit now", "/", "/new one", "/save"])
     def test_an_unknown_command_is_not_sent(self, server: Server, ask: Ask, line: str) -> None:
         code, _, err = ask(f"{line}\none\n", "--url", server.url)
         assert code == 1
@@ -300,6 +309,43 @@ class TestPipedChat:
     def test_a_question_may_begin_with_a_slash(self, server: Server, ask: Ask) -> None:
         assert ask("//etc is what?\n/usr/bin is what?\n/new\n", "--url", server.url)[0] == 0
         assert [server.roles(index)[-1][1] for index in range(2)] == ["/etc is what?", "/usr/bin is what?"]
+
+    def test_another_system_message_begins_anew(self, server: Server, ask: Ask) -> None:
+        code, _, err = ask("one\n/system Be  kind.\ntwo\n/new\nthree\n/system\nfour\n", "--url", server.url)
+        assert code == 0 and err.count("a new conversation") == 3
+        kind = ("system", "Be  kind.")
+        assert server.roles(1) == [kind, ("user", "two")] and server.roles(2) == [kind, ("user", "three")]
+        assert server.roles(3) == [("user", "four")]
+
+    def test_a_conversation_is_saved_once(self, server: Server, ask: Ask, tmp_path: Path) -> None:
+        path = tmp_path / "a name.json"
+        code, _, err = ask(f"one\n/save {path}\ntwo\n/save {path}\n", "--url", server.url, "--system", "S")
+        assert json.loads(path.read_text()) == {
+            "model": "tiny",
+            "messages": [
+                {"role": "system", "content": "S"},
+                {"role": "user", "content": "one"},
+                {"role": "assistant", "content": "Héllo wörld"},
+            ],
+        }
+        assert code == 1 and err[1] == "saved: 3 messages" and err[3].endswith(f"File exists: '{path}'")
+
+    def test_help_names_every_command(self, server: Server, ask: Ask) -> None:
+        code, _, err = ask("/help\n", "--url", server.url)
+        assert code == 0 and [line.split()[0] for line in err] == ["/new", "/system", "/why", "/save", "/quit", "//"]
+
+    def test_why_explains_the_last_answer(self, server: Server, ask: Ask) -> None:
+        explained = Decision(0, "t", 170, 16, ((BlockSource.LOCAL, 10),), "p", "d", 0.3, (), 0.25).as_json()
+        server.explanations["chatcmpl-1"] = {"choices": [{"id": "chatcmpl-1-0", "attempts": [explained]}]}
+        code, out, err = ask("/why\none\nrefuse\n/why\n", "--url", server.url)
+        assert code == 1 and out == "Héllo wörld\n"
+        assert err[0] == "error: there is no answer yet"
+        assert err[3] == "chatcmpl-1-0, attempt 1: 170 prompt tokens"
+        assert any("94% cached" in line for line in err[4:])
+
+    def test_why_of_a_server_that_explains_nothing(self, server: Server, ask: Ask) -> None:
+        code, _, err = ask("one\n/why\ntwo\n", "--url", server.url)
+        assert code == 1 and err[1].startswith(f"error: {server.url}: 404") and len(server.bodies) == 2
 
     def test_says_that_the_answer_was_cut_off(self, server: Server, ask: Ask) -> None:
         assert ask("long\n", "--url", server.url)[2][0].endswith(", cut off by the token limit")

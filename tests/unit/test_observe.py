@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from aiohttp import web
 from raydix.cli.main import main
 from raydix.cli.observe import MAX_EVENT_BYTES, ObservedServer
 from raydix.engine.core.errors import StartupError
-from raydix.engine.core.manager.explain import BlockSource, Decision
+from raydix.engine.core.manager.explain import BlockSource, Decision, SessionFacts
+from raydix.engine.core.manager.sessions import Branch
 
 ROW = {
     "number": 2,
@@ -187,6 +189,16 @@ def test_why_shows_the_blocks_and_the_reason(url: str, name: list[str], capsys: 
     assert legend.split("   ") == ["█ local 7", "█ evicted 2", "▒ never_seen 1", "and 10 tokens, shorter than a block"]
     assert why.startswith("the cached path ends at token 112: the blocks were computed before, and had to make room")
     assert "66% cached; first token after 250 ms, expected 300 ms; all of it computed: 1.50 s" in sums
+
+
+def test_why_names_the_answer_that_a_branch_left(
+    url: str, explanation: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    branch = Branch("chatcmpl-a-0-bb", 7)
+    [choice] = explanation["choices"]
+    choice["attempts"] = [replace(DECISION, session=SessionFacts(1, 4, 0, 0.0, branch)).as_json()]
+    assert main(["why", "--url", url]) == 0
+    assert "a branch of chatcmpl-a: their first 7 blocks are the same\n" in capsys.readouterr().out
 
 
 def test_why_says_where_the_prompt_left_the_one_before(
