@@ -29,7 +29,7 @@ class _Parts(NamedTuple):
 
 def load_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
     """Load the tokenizer of a model of `vocab_size` tokens. That takes half a second of processor time or, where
-    transformers has to be loaded for it, three; llguidance holds the interpreter's lock for 0.3 s of it or more.
+    transformers has to be loaded for it, three; llguidance holds the interpreter's lock for 0.2 s of it or more.
 
     Raises GrammarError if the tokenizer cannot be used for grammars.
     """
@@ -37,7 +37,11 @@ def load_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
         parts = _saved(folder) or _built(folder)
         if not parts.eos_token_ids:
             raise GrammarError("this model has no token that ends a sequence, which grammars need")
-        return LLTokenizer(parts.text, n_vocab=max(vocab_size, parts.size), eos_token=parts.eos_token_ids)
+        size = max(vocab_size, parts.size)
+        whole = LLTokenizer(parts.text, n_vocab=size, eos_token=parts.eos_token_ids, slices=[])
+        # Each call holds the interpreter's lock, so that a step of the engine goes between the two: the slices, which
+        # masks are looked up in, are a third of the work.
+        return whole.with_slices(LLTokenizer.general_slices())
     except (ValueError, StartupError) as error:
         if isinstance(error, GrammarError):
             raise
