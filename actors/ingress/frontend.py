@@ -109,7 +109,8 @@ class Frontend:
             parts.preparation,
             parts.tenants,
             begun_anew=self.compaction.begun_anew,
-            events=lambda job: self.events(job, self.renderer(job)),
+            renderer=self.renderer,
+            events=self.events,
         )
 
     def start(self) -> None:

@@ -90,6 +90,13 @@ class ResponseNotFoundError(RequestError):
     code = "response_not_found"
 
 
+class ResponseCancelledError(RequestError):
+    """A response in the background was cancelled or deleted while its stream was read. No 409 or 5xx, upon which
+    clients would send its request again by themselves."""
+
+    code = "response_cancelled"
+
+
 class ConversationNotFoundError(RequestError):
     """The request names a conversation that is no longer kept, or is kept for another tenant."""
 

@@ -136,14 +136,11 @@ async def _keep(
         answer.message_id = job.head.id
         return
 
-    async def add() -> None:
-        if turn.conversation is not None:
-            output = writer.output(rendering.choice(job.spec, answer))
-            writer.is_in_conversation = await conversations.add(job, output)
-
-    # A response in the background may be generated twice: only the one that is kept is added.
-    if job.claim is None:
-        await add()
+    # Before the response is kept: one that has ended is not generated again if this process dies in between. One in the
+    # background that is generated twice is added once; one that is cancelled in this very moment may stay there.
+    if turn.conversation is not None:
+        output = writer.output(rendering.choice(job.spec, answer))
+        writer.is_in_conversation = await conversations.add(job, output)
     if not turn.is_stored:
         return
     answer.message_id = job.head.id
@@ -154,5 +151,3 @@ async def _keep(
     text = await rendering.thread.run(response) if is_large([job]) else response()
     if not await responses.keep(job, text):
         answer.message_id = None
-    elif job.claim is not None:
-        await add()

@@ -8,26 +8,30 @@ stand any more is of a response that was cancelled or deleted, at whichever repl
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from raydix.engine.api.openai_responses.answers import queued
 from raydix.engine.api.openai_responses.stored import Claim, StoredResponse
+from raydix.engine.api.wire import WireFormat
 from raydix.engine.background import Background
-from raydix.engine.core.errors import RaydixError, RequestError, ServiceError
+from raydix.engine.core.errors import RaydixError, RequestError, ResponseCancelledError, ServiceError
 from raydix.engine.core.log_fields import about
+from raydix.engine.core.memory.response_store import Abandoned
 from raydix.engine.core.tenants import Tenant, Tenants
 from raydix.engine.serving.accounting import internal_error
 from raydix.engine.serving.job import Job
 from raydix.engine.serving.preparation import Preparation
+from raydix.engine.serving.rendering import Renderer
 from raydix.engine.serving.stored_responses import StoredResponses
 
 logger = logging.getLogger(__name__)
 
 RENEW_S = 2.0
-MAX_WAITING_EVENTS = 4096
-"""Events that wait for a slow reader. Its stream ends beyond, and may be read again behind the last event."""
+MAX_WAITING_EVENTS, MAX_WAITING_BYTES = 4096, 8 << 20
+"""Most that waits for a slow reader: the response ends, and with it its place among the requests, while this stays. The
+stream ends beyond, and may be read again behind the last event."""
 
 
 class Listener:
@@ -35,23 +39,45 @@ class Listener:
     generated all the same."""
 
     def __init__(self) -> None:
-        self._events: asyncio.Queue[bytes | RaydixError | None] = asyncio.Queue()
-        self._is_behind = False
+        self._waiting: asyncio.Queue[bytes | RaydixError | None] = asyncio.Queue()
+        self._num_bytes = 0
+        """Bytes of the events that wait."""
+        self._has_begun = self._is_over = False
 
-    def send(self, event: bytes | RaydixError | None) -> None:
-        """Give an event, the error by which the stream ends, or the end."""
-        if self._events.qsize() < MAX_WAITING_EVENTS:
-            self._events.put_nowait(event)
-        elif not self._is_behind:
-            self._is_behind = True
-            self._events.put_nowait(ServiceError("The stream was not read in time; read it behind its last event."))
+    def send(self, event: bytes) -> None:
+        """Give the next event."""
+        if self._is_over:
+            return
+        self._has_begun = True
+        self._num_bytes += len(event)
+        if self._waiting.qsize() < MAX_WAITING_EVENTS and self._num_bytes <= MAX_WAITING_BYTES:
+            self._waiting.put_nowait(event)
+        else:
+            self._end(ServiceError("The stream was not read in time; read it behind its last event."))
+
+    def end(self, error: RaydixError | None = None, wire: WireFormat | None = None) -> None:
+        """End the stream, where an error is given by that: by an event in this form where the stream has begun."""
+        if error is not None and wire is not None and self._has_begun:
+            self.send(wire.error_event(error))
+            error = None
+        self._end(error)
+
+    def _end(self, error: RaydixError | None) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._waiting.put_nowait(error)
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield the events. Raises the error by which the stream ends."""
-        while (event := await self._events.get()) is not None:
-            if isinstance(event, RaydixError):
-                raise event
-            yield event
+        try:
+            while (event := await self._waiting.get()) is not None:
+                if isinstance(event, RaydixError):
+                    raise event
+                self._num_bytes -= len(event)
+                yield event
+        finally:
+            self._is_over = True  # the client has left: nothing is kept for it any more
+            self._waiting = asyncio.Queue()
 
 
 @dataclass(slots=True)
@@ -61,8 +87,8 @@ class _Running:
 
 
 class BackgroundResponses:
-    """The responses in the background that one replica generates. `begun_anew` and `events` run a job
-    (`Frontend.begun_anew`, `Frontend.events`)."""
+    """The responses in the background that one replica generates. `begun_anew`, `renderer` and `events` run a job
+    (`Compaction.begun_anew`, `Frontend.renderer`, `Frontend.events`)."""
 
     def __init__(
         self,
@@ -70,15 +96,19 @@ class BackgroundResponses:
         preparation: Preparation,
         tenants: Tenants,
         begun_anew: Callable[[Job], Awaitable[Job]],
-        events: Callable[[Job], AsyncGenerator[bytes]],
+        renderer: Callable[[Job], Renderer],
+        events: Callable[[Job, Renderer], AsyncGenerator[bytes]],
     ) -> None:
         self._responses = responses
         self._preparation = preparation
         self._tenants = tenants
         self._begun_anew = begun_anew
+        self._renderer = renderer
         self._events = events
         self._background = Background()
         self._running: dict[bytes, _Running] = {}
+        self._being_taken: set[bytes] = set()
+        """Names of abandoned responses that are being prepared here."""
 
     def start(self) -> None:
         """Begin to renew claims, and to look for responses of dead replicas; needs a running event loop."""
@@ -140,14 +170,20 @@ class BackgroundResponses:
     async def _run(self, claim: Claim, job: Job, listener: Listener | None) -> None:
         """Generate a response to its end."""
         error: RaydixError | None = None
+        wire: WireFormat | None = None
         try:
             if job.begins_anew:
                 job = await self._begun_anew(job)
             job.claim = claim  # by which the whole answer takes the place of the response under way
-            async with aclosing(self._events(job)) as events:
+            renderer = self._renderer(job)
+            wire = renderer.wire
+            async with aclosing(self._events(job, renderer)) as events:
                 async for data in events:
                     if listener is not None:
                         listener.send(data)
+        except asyncio.CancelledError:
+            error = ResponseCancelledError("The response was cancelled or deleted.")
+            raise
         except RaydixError as raised:
             error = raised
         except Exception as fault:
@@ -155,7 +191,7 @@ class BackgroundResponses:
         finally:
             job.close()
             if listener is not None:
-                listener.send(error)
+                listener.end(error, wire)
         if error is not None and not claim.is_over:
             await self._responses.fail(claim, error)
 
@@ -163,21 +199,38 @@ class BackgroundResponses:
         while True:
             await asyncio.sleep(RENEW_S)
             try:
-                await self.look()
+                abandoned = await self._renew()
             except ServiceError:
                 continue  # The manager is away, and a successor gives each claim its time again.
+            # Beside: the next renewal does not wait until the bodies of others' responses are read.
+            self._background.start(self._take_over_all(abandoned))
 
     async def look(self) -> None:
         """Renew the claims of this replica, and take over what another one has left. Raises ServiceError if the manager
         is out of reach."""
+        await self._take_over_all(await self._renew())
+
+    async def _renew(self) -> list[Abandoned]:
+        """Renew the claims of this replica; returns responses that another one has left."""
         claims = [running.claim for running in self._running.values()]
         stand, abandoned = await self._responses.renew(claims)
         for claim, stands in zip(claims, stand, strict=True):
             if not stands:
                 self._stop(claim.name)
+        return abandoned
+
+    async def _take_over_all(self, abandoned: Sequence[Abandoned]) -> None:
         for each in abandoned:
-            if each.name not in self._running:
+            # One whose preparation takes long is given to this replica again.
+            if each.name in self._running or each.name in self._being_taken:
+                continue
+            self._being_taken.add(each.name)
+            try:
                 await self._take_over(Claim.of(each))
+            except Exception:  # such as of data that another version has written: the others are to be generated
+                logger.exception("a response was not taken over", extra=about("response_not_taken_over"))
+            finally:
+                self._being_taken.discard(each.name)
 
     async def _take_over(self, claim: Claim) -> None:
         """Generate a response whose replica is gone. Where there is no room, it is taken again later."""

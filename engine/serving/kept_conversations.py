@@ -1,5 +1,6 @@
 """Conversations that are kept for their clients, and that responses read and add to."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from raydix.engine.serving.stored_responses import Shown
 
 MAX_TRIES = 16
 """Changes of one conversation at the same moment, at all replicas: each of them is made on top of the others."""
+MAX_WAITS, RETRY_S = 60, 1.0
+"""How often a response in the background tries to be added, and seconds between two tries."""
 
 Change = Callable[[Conversation], Conversation]
 
@@ -81,17 +84,24 @@ class KeptConversations:
         shown = self._shown(answer.token_ids, answer.text)
         item_ids = [str(item["id"]) for item in output if item["type"] != "compaction"]
         known = None if shown is None else KnownAnswer.of(item_ids, answer.text, shown)
-        try:
-            await self.change(
-                turn.conversation,
-                job.tenant,
-                job.spec.retention.salt,
-                lambda conversation: conversation.with_items({**own, **made}, known),
-                has_limit=False,  # an answer is bounded by the context
-            )
-        except (ConversationNotFoundError, ServiceError):
-            return False
-        return True
+        # Nobody waits for a response in the background, which waits for a keeper that is away, here as at its end.
+        for number in range(1 if job.claim is None else MAX_WAITS):
+            if number:
+                await asyncio.sleep(RETRY_S)
+            try:
+                await self.change(
+                    turn.conversation,
+                    job.tenant,
+                    job.spec.retention.salt,
+                    lambda conversation: conversation.with_items({**own, **made}, known),
+                    has_limit=False,  # an answer is bounded by the context
+                )
+            except ConversationNotFoundError:
+                return False
+            except ServiceError:
+                continue
+            return True
+        return False
 
     async def _data(
         self, conversation_id: str, tenant: Tenant, cache_salt: str | None, param: str = "conversation_id"

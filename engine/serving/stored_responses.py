@@ -89,7 +89,12 @@ class StoredResponses:
             assert run is not None
             # A stream may be read again, which needs all that generates it; a whole answer does not.
             claim.is_over = await self._end(claim, replace(stored, run=run if run.streams else None))
-            return claim.is_over
+            if not claim.is_over:
+                # Somebody else has ended the response, and this changes nothing; or the answer has no room, and the
+                # response would be generated again and again.
+                await self.fail(claim, ServiceError("There is no room for the answer."))
+                return False
+            return True
         if shown is None:
             return False
         try:

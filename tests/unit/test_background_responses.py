@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from raydix.engine.core.memory.response_store import CLAIM_S
+from raydix.engine.api.openai_responses.stored import StoredResponse
+from raydix.engine.core.errors import ServiceError
+from raydix.engine.core.memory.response_store import CLAIM_S, UNDER_WAY
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
+from raydix.engine.serving.background_responses import Listener
 from tests.unit.ingress import ANSWER, FakeLink, Replica, Reply, Served, body_of, call
 from tests.unit.served_app import app
 from tests.unit.test_responses_app import events_of, text_of
@@ -312,6 +315,100 @@ def test_a_slow_reader_is_let_go(served: Served, monkeypatch: pytest.MonkeyPatch
         assert (await ended(response_id))["status"] == "completed"
 
     served(replica, run)
+
+
+def test_a_reader_who_leaves_keeps_no_memory(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raydix.engine.serving.background_responses.MAX_WAITING_BYTES", 500)
+
+    async def run() -> None:
+        listener = Listener()
+        for _ in range(3):
+            listener.send(b"x" * 200)
+        read = []
+        with pytest.raises(ServiceError, match="not read in time"):
+            async for event in listener.events():
+                read.append(event)
+        assert len(read) == 2
+
+        left = Listener()
+        left.send(b"x")
+        events = left.events()
+        assert await anext(events) == b"x"
+        await events.aclose()
+        left.send(b"y")
+        left.end()
+        assert left._waiting.empty()
+
+    served(Replica(), run)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_a_stream_tells_of_its_cancellation(num_tokens: int, served: Served) -> None:
+    replica = Replica()
+    replica.dispatcher.hangs_after = num_tokens
+
+    async def run() -> Reply:
+        reply = Reply()
+        body = body_of("responses", background=True, stream=True)
+        streaming = asyncio.create_task(call(app, "POST", RESPONSES, body, reply=reply))
+        await until(
+            lambda: _is(reply.body.count(b"output_text.delta") >= num_tokens and bool(replica.dispatcher.begun))
+        )
+        [entry] = replica.manager.responses.entries()
+        response_id = json.loads(StoredResponse.decode(entry.data).response)["id"]
+        assert (await send("POST", f"{response_id}/cancel")).json["status"] == "cancelled"
+        return await streaming
+
+    reply = served(replica, run)
+    if reply.status == 200:
+        *_, last = reply.body.decode().removesuffix("\n\n").split("\n\n")
+        error = json.loads(last.split("data: ")[1])
+        assert (error["type"], error["sequence_number"]) == ("error", reply.body.count(b"data: ") - 1)
+    else:
+        error = reply.json["error"]
+    assert error["code"] == "response_cancelled"
+    assert (reply.status == 200) == (num_tokens > 0)
+
+
+def test_a_stream_that_fails_ends_as_one_of_the_foreground(served: Served) -> None:
+    replica = Replica()
+    replica.dispatcher.fails_after = 2
+
+    async def run() -> list[bytes]:
+        streams = [(await post(stream=True)).body]
+        streams.append((await call(app, "POST", RESPONSES, body_of("responses", stream=True))).body)
+        return [stream.split(b"\n\n")[-2] for stream in streams]
+
+    background, foreground = served(replica, run)
+    assert background == foreground and b'"type":"error"' in background
+
+
+def test_an_answer_that_finds_no_room_fails_and_is_not_generated_again(served: Served) -> None:
+    replica = Replica(max_model_len=4096)
+    replica.dispatcher.answer = "x" * 2000
+
+    async def run() -> Any:
+        replica.manager.responses._budget_bytes = 4000
+        return await ended((await post()).json["id"])
+
+    shown = served(replica, run)
+    assert (shown["status"], "no room" in shown["error"]["message"]) == ("failed", True)
+    assert replica.manager.responses.abandoned(CLAIM_S) == []
+
+
+def test_what_cannot_be_read_keeps_no_other_response_from_being_taken_over(served: Served) -> None:
+    dead, alive = Replica(), Replica()
+    dead.dispatcher.hangs_after = 2
+    share_memory(alive, dead)
+    dead.manager.responses.keep(b"unreadable", None, UNDER_WAY + b"?" * 40, 0.0)
+    response_id = served(dead, lambda: _id_of(post()))
+
+    async def go_on() -> Any:
+        alive.manager.now += CLAIM_S
+        await alive.frontend.background.look()
+        return await ended(response_id)
+
+    assert served(alive, go_on)["status"] == "completed"
 
 
 def tenants(*names: str) -> Tenants:

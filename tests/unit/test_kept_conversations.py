@@ -279,6 +279,60 @@ def test_another_replica_generates_it_from_the_conversation_as_it_was(served: Se
     assert dead.dispatcher.begun[0].prompt == alive.dispatcher.begun[0].prompt
 
 
+def test_a_replica_that_dies_between_adding_and_keeping_loses_and_doubles_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, alive = Replica(), Replica()
+    share_memory(alive, dead)
+    is_dying = asyncio.Event()
+
+    async def never(*_: Any) -> bool:
+        is_dying.set()
+        await asyncio.Event().wait()
+        return False
+
+    monkeypatch.setattr(dead.frontend.responses, "_end", never)
+
+    async def begin() -> tuple[str, str]:
+        conversation_id = await create()
+        response_id = (await post(conversation=conversation_id)).json["id"]
+        await is_dying.wait()
+        return conversation_id, response_id
+
+    conversation_id, response_id = served(dead, begin)
+
+    async def go_on() -> None:
+        assert texts(await items_of(conversation_id)) == ["hi", ANSWER]
+        alive.manager.now += 20
+        await alive.frontend.background.look()
+        assert (await ended(response_id))["status"] == "completed"
+        assert texts(await items_of(conversation_id)) == ["hi", ANSWER]
+
+    served(alive, go_on)
+
+
+def test_a_response_in_the_background_is_added_when_the_manager_is_back(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raydix.engine.serving.kept_conversations.RETRY_S", 0.001)
+    monkeypatch.setattr("raydix.engine.serving.stored_responses.RETRY_S", 0.001)
+    monkeypatch.setattr("raydix.engine.serving.kept_conversations.MAX_WAITS", 10**6)
+    replica = Replica()
+
+    async def run() -> None:
+        conversation_id = await create()
+        response_id = (await post(conversation=conversation_id)).json["id"]
+        replica.manager.is_away = True
+        while not replica.dispatcher.ended:
+            await asyncio.sleep(0)
+        assert (await send("GET", f"/{conversation_id}")).status == 503
+        replica.manager.is_away = False
+        assert (await ended(response_id))["conversation"] == {"id": conversation_id}
+        assert texts(await items_of(conversation_id)) == ["hi", ANSWER]
+
+    served(replica, run)
+
+
 def test_a_compaction_begins_the_conversation_anew(served: Served) -> None:
     replica = Replica(max_model_len=16384)
 
