@@ -151,10 +151,13 @@ class BatchStore:
         """Erase an ended batch, with its output. Raises RequestError for one that has not ended."""
         if batch.progress.ended_at is None:
             raise RequestError("The batch has not ended: cancel it first.", param="batch_id")
-        for file_id in (batch.record.output_file_id, batch.record.error_file_id):
+        record = batch.record
+        for file_id in (record.output_file_id, record.error_file_id):
             with suppress(NotFoundError):
-                self._files.erase(batch.record.tenant, file_id)
-        shutil.rmtree(batch.folder, ignore_errors=True)
+                self._files.erase(record.tenant, file_id)
+        # In this order: its runner may put it among the ended in this moment.
+        for folder in (self._folder(record), self._ended(record.tenant) / record.id):
+            self._files.erase_folder(record.tenant, folder)
 
     # For runners
 
@@ -190,7 +193,15 @@ class BatchStore:
         write(batch.folder / PROGRESS, _dumped(progress))
 
     def retire(self, batch: StoredBatch) -> None:
-        """Put a batch among the ended, after the progress says so. May be repeated. Raises OSError."""
+        """Put a batch among the ended, after the progress says so; one that its client has erased meanwhile is gone.
+        May be repeated. Raises OSError."""
+        try:
+            self._retire(batch)
+        except FileNotFoundError:
+            if batch.folder.exists():
+                raise
+
+    def _retire(self, batch: StoredBatch) -> None:
         cancelled_at = batch.cancelled_at or _made_at(batch.folder / CANCEL)
         if cancelled_at is not None:
             record = json.loads((batch.folder / BATCH).read_bytes())

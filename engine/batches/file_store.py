@@ -164,7 +164,15 @@ class FileStore:
 
     def erase(self, tenant: str, file_id: str) -> None:
         """Erase a file. Raises NotFoundError."""
-        self._erase(tenant, self._files(tenant) / self.get(tenant, file_id).id)
+        self.erase_folder(tenant, self._files(tenant) / self.get(tenant, file_id).id)
+
+    def erase_folder(self, tenant: str, path: Path) -> None:
+        """Take a folder of a tenant away as a whole, if it is there."""
+        condemned = self.incoming(tenant)
+        make_folder(condemned.parent)
+        with suppress(FileNotFoundError):
+            path.rename(condemned)
+        shutil.rmtree(condemned, ignore_errors=True)
 
     def sweep(self, tenant: str) -> None:
         """Erase expired files of a tenant, and unfinished ones without a writer."""
@@ -172,7 +180,7 @@ class FileStore:
         for path in entries(self._files(tenant)):
             record = self._record(path)
             if record is not None and self._is_over(record):
-                self._erase(tenant, path)
+                self.erase_folder(tenant, path)
         for path in entries(self._tenant(tenant) / "incoming"):
             with suppress(OSError):
                 if path.stat().st_mtime < now - STALE_S:
@@ -221,13 +229,6 @@ class FileStore:
         write(folder / RECORD, json.dumps(asdict(record)).encode())
         make_folder(self._files(tenant))
         move(folder, self._files(tenant) / record.id)
-
-    def _erase(self, tenant: str, path: Path) -> None:
-        condemned = self.incoming(tenant)
-        make_folder(condemned.parent)
-        with suppress(FileNotFoundError):
-            path.rename(condemned)
-        shutil.rmtree(condemned, ignore_errors=True)
 
     def _read(self, path: Path) -> FileRecord | None:
         """The record of a file; None for a missing or expired one."""

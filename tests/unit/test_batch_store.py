@@ -249,6 +249,23 @@ def test_ended_batches_are_erased_when_their_time_is_over(tmp_path: Path) -> Non
     assert [each.record.id for each in stores.batches.all("a")] == [other.record.id], "an open one stays"
 
 
+@pytest.mark.parametrize("is_retired_first", [True, False])
+def test_a_batch_is_erased_in_the_moment_of_its_end(is_retired_first: bool, tmp_path: Path) -> None:
+    """Clients see the end before the runner has put the batch among the ended."""
+    stores = Stores(tmp_path)
+    batch = stores.begin(BATCH)
+    stores.batches.show(batch, replace(Progress(), status=Status.COMPLETED, outcome=Status.COMPLETED, ended_at=2.0))
+    seen = stores.batches.get("a", batch.record.id)
+    if is_retired_first:
+        stores.batches.retire(batch)
+    stores.batches.erase(seen)
+    if not is_retired_first:
+        stores.batches.retire(batch)
+    with pytest.raises(NotFoundError):
+        stores.batches.get("a", batch.record.id)
+    assert stores.batches.open_batches() == stores.batches.all("a") == []
+
+
 def test_open_batches_count_as_their_tenants_bytes(tmp_path: Path) -> None:
     stores = Stores(tmp_path)
     batch = stores.begin(BATCH)
