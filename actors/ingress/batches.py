@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Protocol
 
 from raydix.engine.api import routes
-from raydix.engine.api.batches import LineAnswer
+from raydix.engine.api.batches import LineAnswer, LineLimits
 from raydix.engine.background import Background
 from raydix.engine.batches.batch_store import BatchStore, StoredBatch
 from raydix.engine.batches.execution import Execution
 from raydix.engine.batches.file_store import FileStore, StoreLimits
-from raydix.engine.batches.lines import LineLimits
 from raydix.engine.core.batches.batch_run import Progress
 from raydix.engine.core.batches.lines import LineAllowance
 from raydix.engine.core.errors import OverloadedError, RequestError
@@ -88,9 +87,9 @@ class Batches:
         """Arriving files and running batches by tenant."""
 
     @property
-    def max_lines(self) -> int | None:
-        """Most lines of a batch; None: no limit."""
-        return self._lines.max_lines
+    def lines(self) -> LineLimits:
+        """Limits of a batch's lines."""
+        return self._lines
 
     def change(self, settings: BatchSettings) -> None:
         """Take other limits; the folder and the model stay. What is on the disk and what runs stays beyond lower

@@ -17,9 +17,9 @@ from raydix.actors.metrics import HoldMetrics, IngressMetrics
 from raydix.actors.runtime import Runtime
 from raydix.configs.schema import Config
 from raydix.configs.settings import tenants
+from raydix.engine.api.batches import LineLimits
 from raydix.engine.api.validation import BodyRules
 from raydix.engine.batches.file_store import StoreLimits
-from raydix.engine.batches.lines import LineLimits
 from raydix.engine.core.errors import RequestError, StartupError
 from raydix.engine.core.hashing import root_hash
 from raydix.engine.core.ingress.answer_room import AnswerRoom

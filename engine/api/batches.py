@@ -110,6 +110,17 @@ def window_s(window: str) -> int:
 # Lines
 
 
+@dataclass(frozen=True, slots=True)
+class LineLimits:
+    """Limits of an input file; None: no limit."""
+
+    max_lines: int | None = None
+    max_line_bytes: int | None = None
+
+
+NO_LIMITS = LineLimits()
+
+
 class Line(StrictModel):
     """A line of an input file."""
 

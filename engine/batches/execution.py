@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from raydix.engine.api.batches import FileRecord
+from raydix.engine.api.batches import FileRecord, LineLimits
 from raydix.engine.batches.batch_store import INPUT, JOURNAL, BatchStore, StoredBatch
 from raydix.engine.batches.file_store import FileStore
 from raydix.engine.batches.journal import Journal
-from raydix.engine.batches.lines import Input, LineLimits, read_beside
+from raydix.engine.batches.lines import Input, read_beside
 from raydix.engine.batches.output import answers, errors
 from raydix.engine.batches.runner import Answer, BatchRunner, Slots
 from raydix.engine.core.batches.batch_run import BatchRun, Progress

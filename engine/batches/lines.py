@@ -17,7 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-from raydix.engine.api.batches import Line, LineEndpoint, body_place, parse_line
+from raydix.engine.api.batches import NO_LIMITS, Line, LineEndpoint, LineLimits, body_place, parse_line
 from raydix.engine.batches.beside import BESIDE_BYTES, be_nice, run_beside
 from raydix.engine.core.batches.lines import PrefixOrder
 from raydix.engine.core.batches.records import Problem
@@ -26,14 +26,6 @@ MAX_PROBLEMS = 100
 """Most problems told of one file."""
 BUSY_S = 0.002
 """Seconds of work between two pauses as long: other threads have turns."""
-
-
-@dataclass(frozen=True, slots=True)
-class LineLimits:
-    """Limits of an input file; None: no limit."""
-
-    max_lines: int | None = None
-    max_line_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +72,7 @@ class Input:
 def read_input(
     path: Path,
     endpoint: LineEndpoint | None,
-    limits: LineLimits = LineLimits(),
+    limits: LineLimits = NO_LIMITS,
     rest: Callable[[float], None] | None = time.sleep,
 ) -> Input | list[Problem]:
     """Check every line of a file; returns the lines, or the problems. `rest` is called between pieces of

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from raydix.engine.api.batches import LineLimits
 from raydix.engine.batches import execution as execution_module
 from raydix.engine.batches import runner as runner_module
 from raydix.engine.batches.execution import CHANGED, Execution
 from raydix.engine.batches.journal import Journal
-from raydix.engine.batches.lines import LineLimits
 from raydix.engine.batches.runner import FixedSlots
 from raydix.engine.core.batches.lines import MAX_ATTEMPTS
 from raydix.engine.core.batches.records import Answered, Record, Status, Stopped
@@ -327,8 +327,8 @@ def test_an_input_that_was_changed_by_hand_fails_the_batch(tmp_path: Path) -> No
 RUNNER = """
 import asyncio, os, sys
 from pathlib import Path
+from raydix.engine.api.batches import LineLimits
 from raydix.engine.batches.execution import Execution
-from raydix.engine.batches.lines import LineLimits
 from raydix.engine.batches.runner import FixedSlots
 from tests.unit.batch_files import Server, Stores
 

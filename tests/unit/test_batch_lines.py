@@ -8,9 +8,9 @@ from typing import Any, get_args
 import pytest
 
 from raydix.engine.api.batch_models import StatusName
-from raydix.engine.api.batches import Line, batch_object, page_body, parse_batch, parse_line, window_s
+from raydix.engine.api.batches import Line, LineLimits, batch_object, page_body, parse_batch, parse_line, window_s
 from raydix.engine.batches import lines as lines_module
-from raydix.engine.batches.lines import MAX_PROBLEMS, Input, LineLimits, read_beside, read_input
+from raydix.engine.batches.lines import MAX_PROBLEMS, Input, read_beside, read_input
 from raydix.engine.core.batches.batch_run import Progress
 from raydix.engine.core.batches.records import Problem, Status
 from raydix.engine.core.errors import RequestError

@@ -11,6 +11,7 @@ import pytest
 
 from raydix.engine.api.anthropic import batches as messages_module
 from raydix.engine.api.anthropic.batches import MAX_CUSTOM_ID, lines_of
+from raydix.engine.api.batches import NO_LIMITS, LineLimits
 from raydix.engine.batches.beside import BESIDE_BYTES
 from raydix.engine.batches.message_lines import message_lines
 from raydix.engine.core.errors import RequestError
@@ -221,6 +222,12 @@ def test_tenants_have_batches_of_their_own(serving: Serving) -> None:
             "'requests[0].params' is nested too deeply",
             id="nested",
         ),
+        pytest.param(
+            # As deep as the runner's parser does not go, which would refuse all of the file.
+            b'{"requests": [{"custom_id": "a", "params": {"a": %s%s}}]}' % (b"[" * 220, b"]" * 220),
+            "'requests[0].params' is nested too deeply",
+            id="nested for the runner",
+        ),
     ],
     ids=str,
 )
@@ -229,6 +236,17 @@ def test_what_is_wrong_with_a_batch_is_named(serving: Serving, tmp_path: Path, b
     assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error")
     assert words in reply.json["error"]["message"]
     assert not [*tmp_path.rglob("content")]
+
+
+def test_a_request_that_is_longer_as_a_line_than_any_that_runs_is_named() -> None:
+    """The runner would refuse all of the file for it."""
+    body = b'{"requests": [{"custom_id": "a", "params": {"a": [1e9, 1e9, 1e9, 1e9]}}]}'
+    lines, _ = lines_of(body, NO_LIMITS)
+    assert len(lines.strip()) > len(body)
+    assert lines_of(body, LineLimits(1, len(lines.strip()))) == (lines, 1)
+    with pytest.raises(RequestError, match="as a line") as refused:
+        lines_of(body, LineLimits(1, len(body)))
+    assert refused.value.param == "requests[0].params"
 
 
 def test_erased_results_are_named(serving: Serving) -> None:
@@ -251,14 +269,14 @@ def test_large_bodies_are_read_in_a_process_beside(monkeypatch: pytest.MonkeyPat
     def body_of(last: Any) -> bytes:
         return json.dumps({"requests": [asked("one", "x" * BESIDE_BYTES), last]}).encode()
 
-    expected = lines_of(body_of(asked("two")), None)
+    expected = lines_of(body_of(asked("two")), NO_LIMITS)
 
-    def refuse(body: bytes, max_lines: int | None) -> Any:
+    def refuse(body: bytes, limits: LineLimits) -> Any:
         raise AssertionError("not in this process")
 
     monkeypatch.setattr(messages_module, "lines_of", refuse)
     monkeypatch.setattr("raydix.engine.batches.message_lines.lines_of", refuse)
-    assert asyncio.run(message_lines(body_of(asked("two")), None)) == expected
+    assert asyncio.run(message_lines(body_of(asked("two")), NO_LIMITS)) == expected
     with pytest.raises(RequestError, match="the same") as refused:
-        asyncio.run(message_lines(body_of(asked("one")), None))
+        asyncio.run(message_lines(body_of(asked("one")), NO_LIMITS))
     assert refused.value.param == "requests[1].custom_id"

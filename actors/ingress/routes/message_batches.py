@@ -30,7 +30,7 @@ SENT_BYTES = 256 << 10
 async def create(request: Request) -> Response:
     batches, tenant = batches_of(request), request.state.tenant.name
     with batches.uploading(tenant):
-        lines, count = await message_lines(await replica(request).body_of(request), batches.max_lines)
+        lines, count = await message_lines(await replica(request).body_of(request), batches.lines)
         upload = await on_disk(batches.files.begin, tenant)
         try:
             await on_disk(upload.write, lines)

@@ -12,11 +12,11 @@ import orjson
 from pydantic import Field, StringConstraints
 
 from raydix.engine.api.anthropic.requests import MessagesRequest
-from raydix.engine.api.batches import MESSAGES, BatchRecord
+from raydix.engine.api.batches import MESSAGES, BatchRecord, LineLimits, parse_line
 from raydix.engine.api.responses import Json
 from raydix.engine.api.validation import LenientModel, describe
 from raydix.engine.core.batches.batch_run import Progress
-from raydix.engine.core.batches.records import Status
+from raydix.engine.core.batches.records import Problem, Status
 from raydix.engine.core.errors import NotFoundError, RequestError
 
 ID_PREFIX, STORED_PREFIX = "msgbatch_", "batch_"
@@ -39,12 +39,12 @@ class MessageBatchRequest(LenientModel):
     requests: Annotated[list[BatchedMessage], Field(min_length=1)] = Field(description="The requests, in any order.")
 
 
-def lines_of(body: bytes, max_lines: int | None) -> tuple[bytes, int]:
+def lines_of(body: bytes, limits: LineLimits) -> tuple[bytes, int]:
     """The lines of a batch's file, and their number, of a body of `POST /v1/messages/batches`.
 
-    Only what belongs to the batch is checked: a request that is not valid fails alone. The body is read as a whole, so
-    that a large one is for a process beside (`raydix.engine.batches.message_lines`). Raises RequestError naming the
-    field at fault.
+    Only what belongs to the batch is checked: a request that is not valid fails alone. Every line is one that the
+    batch's runner takes, which would refuse all of the file for one. The body is read as a whole, so that a large one
+    is for a process beside (`raydix.engine.batches.message_lines`). Raises RequestError naming the field at fault.
     """
     try:
         asked = orjson.loads(body)
@@ -53,7 +53,7 @@ def lines_of(body: bytes, max_lines: int | None) -> tuple[bytes, int]:
     requests = asked.get("requests") if isinstance(asked, dict) else None
     if not isinstance(requests, list) or not requests:
         raise RequestError(f"'requests' must be a list of requests, got {describe(requests)}.", param="requests")
-    if max_lines is not None and len(requests) > max_lines:
+    if (max_lines := limits.max_lines) is not None and len(requests) > max_lines:
         raise RequestError(f"'requests' must have at most {max_lines} elements, got {len(requests)}.", param="requests")
     lines: list[bytes] = []
     places: dict[str, int] = {}
@@ -67,12 +67,22 @@ def lines_of(body: bytes, max_lines: int | None) -> tuple[bytes, int]:
             raise RequestError(f"'{param}' must be unique, and requests[{other}] has the same.", param=param)
         if not isinstance(params := request.get("params"), dict):
             raise RequestError(f"'{name}.params' must be an object, got {describe(params)}.", param=f"{name}.params")
-        line = {"custom_id": custom_id, "method": "POST", "url": MESSAGES, "body": params}
-        try:
-            lines.append(orjson.dumps(line))
-        except orjson.JSONEncodeError:  # what was read from JSON has one fault only: orjson writes 254 levels
-            raise RequestError(f"'{name}.params' is nested too deeply.", param=f"{name}.params") from None
+        lines.append(_line(custom_id, params, f"{name}.params", limits.max_line_bytes))
     return b"\n".join(lines) + b"\n", len(lines)
+
+
+def _line(custom_id: str, params: Json, param: str, max_bytes: int | None) -> bytes:
+    too_deep = RequestError(f"'{param}' is nested too deeply.", param=param)
+    try:
+        line = orjson.dumps({"custom_id": custom_id, "method": "POST", "url": MESSAGES, "body": params})
+    except orjson.JSONEncodeError:  # what was read from JSON has one fault only: orjson writes 254 levels
+        raise too_deep from None
+    # Numbers may be longer than the client wrote them: 1e9 becomes 1000000000.0.
+    if max_bytes is not None and len(line) > max_bytes:
+        raise RequestError(f"'{param}' has {len(line):,} bytes as a line, and at most {max_bytes:,} run.", param=param)
+    if isinstance(parse_line(line, 1, MESSAGES), Problem):  # which reads fewer levels
+        raise too_deep
+    return line
 
 
 def _custom_id(value: object, param: str) -> str:
