@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.drafting.workloads import Body, Workload, encoded
 from raydix.engine.api.requests import parse_chat
 from raydix.engine.api.spec import GenerationSpec, sampling_params
-from raydix.engine.api.tools import AnswerForm, with_calls
+from raydix.engine.api.tools import with_calls
 from raydix.engine.core.ingress.parsers import HERMES
 from raydix.engine.core.types import Assignment, Salt, SamplingParams, Stage
 from raydix.engine.model.chats import encode_chat, render_chat
@@ -69,13 +69,9 @@ class QuestionReader:
 
     def _with_calls(self, spec: GenerationSpec) -> GenerationSpec:
         """The request with the form of the calls that it asks for."""
-        if spec.tools is None:
-            return spec
         ids = {name: self.tokenizer.added_id(name) for name in HERMES.markers}
         special = {name: token_id for name, token_id in ids.items() if token_id is not None}
-        asked = AnswerForm(spec.sampling.grammar, spec.grammar_param)
-        form = with_calls(asked, spec.tools, HERMES.form, special)
-        return replace(spec, sampling=replace(spec.sampling, grammar=form.grammar), grammar_param=form.param)
+        return with_calls(spec, HERMES.form, special)
 
     def _encoded(self, text: str) -> Sequence[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -2,17 +2,18 @@
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StringConstraints
 
 from raydix.engine.api.custom_tools import CustomDefinition
 from raydix.engine.api.grammars import schema_grammar
-from raydix.engine.api.spec import ToolUse
+from raydix.engine.api.spec import GenerationSpec, ToolUse
 from raydix.engine.api.validation import LenientModel, StrictModel, describe, problem
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.ingress.parsers.forms import CallForm, CallGrammar
-from raydix.engine.core.types import Grammar, GrammarKind
+from raydix.engine.core.types import GrammarKind
 
 MAX_TOOLS = 1024
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
@@ -192,38 +193,34 @@ def _definitions(tools: Sequence[Tool], paths: ToolPaths) -> Sequence[Definition
     return found
 
 
-class AnswerForm(NamedTuple):
-    """A grammar of an answer, and the request's field that it comes from; nothing prescribed: two times None."""
-
-    grammar: Grammar | None
-    param: str | None
-
-
-def with_calls(asked: AnswerForm, tools: ToolUse, form: CallForm, special: Mapping[str, int]) -> AnswerForm:
-    """The form of an answer that may call functions, and for which the request asks for a form, too.
+def with_calls(spec: GenerationSpec, form: CallForm, special: Mapping[str, int]) -> GenerationSpec:
+    """A request with the form of its answer where that may call functions, and where the request asks for a form, too.
 
     `form` is the one of the model's calls, `special` the ids of special tokens in it by name. Raises RequestError where
     the two exclude each other.
     """
-    if not tools.may_call or not (tools.required or tools.strict or asked.grammar is not None):
-        return asked
+    tools, grammar, param = spec.tools, spec.sampling.grammar, spec.grammar_param
+    if tools is None or not tools.may_call or not (tools.required or tools.strict or grammar is not None):
+        return spec
     # A function that is not strict may have any arguments, as long as they are JSON.
     schemas = {name: schema if name in tools.strict else {} for name, schema in tools.schemas.items()}
     if tools.required:
         schemas = {name: tools.schemas[name] for name in tools.required}
     calls = CallGrammar(form, schemas, special, tools.is_single)
-    if asked.grammar is None:
-        return AnswerForm(calls.required() if tools.required else calls.among_text(), _place_of(schemas, tools))
-    if tools.required:
+    if grammar is None:
+        grammar, param = calls.required() if tools.required else calls.among_text(), _place_of(schemas, tools)
+    elif tools.required:
         raise RequestError(
-            f"'tool_choice' and '{asked.param}' both prescribe the answer's form; give one of them.", param=asked.param
+            f"'tool_choice' and '{param}' both prescribe the answer's form; give one of them.", param=param
         )
-    if asked.grammar.kind is not GrammarKind.JSON_SCHEMA:
+    elif grammar.kind is not GrammarKind.JSON_SCHEMA:
         raise RequestError(
-            f"'{asked.param}' other than JSON is not supported together with 'tools': set 'tool_choice' to 'none'.",
-            param=asked.param,
+            f"'{param}' other than JSON is not supported together with 'tools': set 'tool_choice' to 'none'.",
+            param=param,
         )
-    return AnswerForm(calls.or_json(json.loads(asked.grammar.source)), asked.param)
+    else:
+        grammar = calls.or_json(json.loads(grammar.source))
+    return replace(spec, sampling=replace(spec.sampling, grammar=grammar), grammar_param=param)
 
 
 def _place_of(schemas: Mapping[str, Mapping[str, object]], tools: ToolUse) -> str:

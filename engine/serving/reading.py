@@ -18,7 +18,7 @@ from raydix.engine.api.reasoning import effort_arguments, with_lead, with_limit
 from raydix.engine.api.routes import parse
 from raydix.engine.api.spec import ChatMessage, GenerationSpec, Prompt, ToolUse, max_tokens_for, require_token_ids
 from raydix.engine.api.tokenization import detokenize_body, parse_detokenize, parse_tokenize, tokenize_body
-from raydix.engine.api.tools import AnswerForm, with_calls
+from raydix.engine.api.tools import with_calls
 from raydix.engine.core.answers.prompt_form import ChatTemplate
 from raydix.engine.core.answers.reasoning_limit import tag_pieces
 from raydix.engine.core.answers.transcripts import EncodedText
@@ -178,7 +178,7 @@ class Reader:
             ignored = () if arguments or spec.reasoning.effort == "none" else (spec.reasoning.param,)
             spec = replace(spec, template=template, ignored=(*spec.ignored, *ignored))
         if spec.tools is not None:
-            spec = self._with_calls(spec, spec.tools)
+            spec = self._with_calls(spec)
         shows_special_tokens = not (spec.form.skip_special_tokens or spec.form.spaces_between_special_tokens)
         if shows_special_tokens and self._tokenizer.spaces_special_tokens:
             raise RequestError(
@@ -228,14 +228,12 @@ class Reader:
         text = spec.prediction[: max(TRUNCATED * limit, MIN_SLICE)]
         return array("I", self._tokenizer.encode(text, add_special_tokens=False)[:limit])
 
-    def _with_calls(self, spec: GenerationSpec, tools: ToolUse) -> GenerationSpec:
+    def _with_calls(self, spec: GenerationSpec) -> GenerationSpec:
         """Prescribe the form of calls where the request asks for it. Raises RequestError naming the field at fault."""
         calls = self._facts.tool_format
         ids = {name: self._tokenizer.added_id(name) for name in calls.markers}
         special = {name: token_id for name, token_id in ids.items() if token_id is not None}
-        asked = AnswerForm(spec.sampling.grammar, spec.grammar_param)
-        grammar, param = with_calls(asked, tools, calls.form, special)
-        return replace(spec, sampling=replace(spec.sampling, grammar=grammar), grammar_param=param)
+        return with_calls(spec, calls.form, special)
 
     def tokenize(self, body: bytes) -> bytes:
         """Return the response to a body of `/tokenize`.

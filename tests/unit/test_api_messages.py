@@ -9,7 +9,7 @@ import pytest
 from raydix.engine.api.anthropic.errors import ANTHROPIC
 from raydix.engine.api.anthropic.requests import parse_count, parse_messages
 from raydix.engine.api.spec import GenerationSpec, PromptMark, ReasoningUse, ToolUse
-from raydix.engine.api.tools import AnswerForm, with_calls
+from raydix.engine.api.tools import with_calls
 from raydix.engine.api.validation import BodyRules
 from raydix.engine.core.answers.prompt_form import ChatEnd
 from raydix.engine.core.errors import (
@@ -118,9 +118,9 @@ def test_calls_may_be_required(choice: dict[str, Any], required: tuple[str, ...]
     tools = spec_of(tools=[TOOL, {**TOOL, "name": "g"}], tool_choice=choice).tools
     assert tools is not None and (tools.required, tools.is_single, tools.strict) == (required, is_single, ())
     schema = {**TOOL["input_schema"], "required": ["x"], "additionalProperties": False}
-    strict = spec_of(tools=[{**TOOL, "input_schema": schema, "strict": True}]).tools
-    assert strict is not None and strict.strict == ("f",)
-    assert with_calls(AnswerForm(None, None), strict, HERMES.form, {}).param == "tools[0].input_schema"
+    strict = spec_of(tools=[{**TOOL, "input_schema": schema, "strict": True}])
+    assert strict.tools is not None and strict.tools.strict == ("f",)
+    assert with_calls(strict, HERMES.form, {}).grammar_param == "tools[0].input_schema"
 
 
 def test_reasoning() -> None:

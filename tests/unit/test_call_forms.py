@@ -2,16 +2,17 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import llguidance
 import pytest
 
-from raydix.engine.api.spec import ToolUse
-from raydix.engine.api.tools import AnswerForm, with_calls
+from raydix.engine.api.spec import GenerationSpec, ToolUse
+from raydix.engine.api.tools import with_calls
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.ingress.parsers import HERMES, LLAMA3, MISTRAL, PYTHONIC, TOOL_FORMATS, ToolFormat
-from raydix.engine.core.ingress.parsers.forms import CallGrammar
+from raydix.engine.core.ingress.parsers.forms import CallForm, CallGrammar
 from raydix.engine.core.types import Grammar, GrammarKind
 from tests.unit.test_tool_parsers import summary
 
@@ -98,44 +99,57 @@ def test_special_tokens_stand_by_their_ids() -> None:
 
 
 TOOLS = ToolUse(tuple({"function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()))
-NOTHING = AnswerForm(None, None)
-JSON = AnswerForm(Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}'), "response_format")
+NOTHING = GenerationSpec(kind="chat")
+JSON = replace(
+    NOTHING,
+    sampling=replace(NOTHING.sampling, grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')),
+    grammar_param="response_format",
+)
 
 
 def use(**fields: Any) -> ToolUse:
     return ToolUse(TOOLS.definitions, **fields)
 
 
+def called(asked: GenerationSpec, tools: ToolUse, form: CallForm) -> tuple[Grammar | None, str | None]:
+    """The form of the answer to a request with these tools, and the field that it comes from."""
+    spec = with_calls(replace(asked, tools=tools), form, {})
+    return spec.sampling.grammar, spec.grammar_param
+
+
 def test_nothing_is_prescribed_unless_asked_for() -> None:
-    assert with_calls(NOTHING, TOOLS, HERMES.form, {}) == NOTHING
-    assert with_calls(JSON, use(may_call=False), HERMES.form, {}) == JSON
-    assert with_calls(NOTHING, use(may_call=False, strict=("clock",)), HERMES.form, {}) == NOTHING
+    assert with_calls(JSON, HERMES.form, {}) is JSON
+    assert called(NOTHING, TOOLS, HERMES.form) == (None, None)
+    assert called(JSON, use(may_call=False), HERMES.form) == (JSON.sampling.grammar, "response_format")
+    assert called(NOTHING, use(may_call=False, strict=("clock",)), HERMES.form) == (None, None)
 
 
 def test_prescribed_answers() -> None:
-    grammar, param = with_calls(NOTHING, use(required=("clock",)), HERMES.form, {})
+    grammar, param = called(NOTHING, use(required=("clock",)), HERMES.form)
     assert grammar is not None and param == "tools[0].function.parameters"
     assert takes(grammar, written(HERMES, CLOCK)) and not takes(grammar, written(HERMES, WEATHER))
-    grammar, param = with_calls(NOTHING, use(strict=("clock",)), LLAMA3.form, {})
+    grammar, param = called(NOTHING, use(strict=("clock",)), LLAMA3.form)
     assert grammar is not None and param == "tools[0].function.parameters"
     assert takes(grammar, "Hello") and not takes(grammar, written(LLAMA3, ("clock", "{}")))
     assert takes(grammar, written(LLAMA3, ("weather", '{"any": 1}')))
-    grammar, param = with_calls(JSON, TOOLS, PYTHONIC.form, {})
+    grammar, param = called(JSON, TOOLS, PYTHONIC.form)
     assert grammar is not None and param == "response_format"
     assert takes(grammar, '{"a": 1}') and not takes(grammar, "Hello")
 
 
 def test_the_place_of_several_schemas_is_all_tools() -> None:
     several = ToolUse((*TOOLS.definitions, {"function": {"name": "f", "parameters": ZONE}}), required=("clock", "f"))
-    assert with_calls(NOTHING, several, HERMES.form, {}).param == "tools"
+    assert called(NOTHING, several, HERMES.form)[1] == "tools"
 
 
 def test_forms_that_exclude_each_other() -> None:
     with pytest.raises(RequestError, match="'tool_choice' and 'response_format'") as caught:
-        with_calls(JSON, use(required=("clock",)), HERMES.form, {})
+        called(JSON, use(required=("clock",)), HERMES.form)
     assert caught.value.param == "response_format"
+    sampling = replace(NOTHING.sampling, grammar=Grammar(GrammarKind.REGEX, "a+"))
+    regex = replace(NOTHING, sampling=sampling, grammar_param="regex")
     with pytest.raises(RequestError, match="other than JSON") as caught:
-        with_calls(AnswerForm(Grammar(GrammarKind.REGEX, "a+"), "regex"), TOOLS, HERMES.form, {})
+        called(regex, TOOLS, HERMES.form)
     assert caught.value.param == "regex"
 
 

@@ -15,7 +15,7 @@ from raydix.engine.api.custom_tools import regex_of_lark
 from raydix.engine.api.openai_responses.requests import parse_responses
 from raydix.engine.api.requests import parse_chat
 from raydix.engine.api.spec import GenerationSpec
-from raydix.engine.api.tools import AnswerForm, with_calls
+from raydix.engine.api.tools import with_calls
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.ingress.parsers import HERMES
 from raydix.engine.core.ingress.parsers.custom import InputText, arguments_of
@@ -159,7 +159,8 @@ def chat(**fields: Any) -> GenerationSpec:
 
 def takes(spec: GenerationSpec, text: str) -> bool:
     assert spec.tools is not None
-    grammar, param = with_calls(AnswerForm(None, None), spec.tools, HERMES.form, {})
+    called = with_calls(spec, HERMES.form, {})
+    grammar, param = called.sampling.grammar, called.grammar_param
     assert grammar is not None and param == f"tools[0].{spec.tools.input_field}"
     matcher = LLMatcher(LLTokenizer("byte"), native_source(canonical(grammar)))
     return bool(matcher.consume_tokens(list(text.encode())) and matcher.is_accepting())
@@ -305,7 +306,8 @@ def test_a_chat_s_input(served: Served, stream: bool) -> None:
 def test_a_grammar_that_cannot_be_compiled_is_named(form: dict[str, Any]) -> None:
     spec = responses(tools=[{"type": "custom", "name": "other"}, TOOL | {"format": form}])
     assert spec.tools is not None
-    grammar, param = with_calls(AnswerForm(None, None), spec.tools, HERMES.form, {})
+    called = with_calls(spec, HERMES.form, {})
+    grammar, param = called.sampling.grammar, called.grammar_param
     assert grammar is not None and param is not None
     with pytest.raises(RequestError) as caught:
         check_grammar(grammar, param)
