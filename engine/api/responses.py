@@ -95,6 +95,7 @@ class TokenUsage:
     def object(self) -> Json:
         """OpenAI's usage object."""
         of_completion: Json = {"reasoning_tokens": self.reasoning_tokens or 0}
+        # Left out where there was no draft: OpenAI's clients show these fields to people who asked for a prediction.
         if self.accepted_tokens or self.rejected_tokens:
             of_completion["accepted_prediction_tokens"] = self.accepted_tokens
             of_completion["rejected_prediction_tokens"] = self.rejected_tokens
@@ -190,10 +191,12 @@ def message_parts(message: AssembledMessage, object_of: Callable[[Call], Json]) 
     """The parts of a parsed answer as a message has them, the calls as `object_of` makes them."""
     reasoning: Json = {}
     if message.reasoning:
+        # Clients of vLLM read one name, those of others the other.
         reasoning = {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
     calls = [object_of(call) for call in message.calls]
     if not calls:
         return {"content": message.content, **reasoning}
+    # Null beside calls and "" without: clients tell an answer that only calls by that.
     return {"content": message.content or None, "tool_calls": calls, **reasoning}
 
 

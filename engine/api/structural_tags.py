@@ -52,6 +52,7 @@ def _structure(structure: Mapping[str, Any], triggers: Sequence[str], param: str
     """Check one structure of a structural tag, and return its normal form."""
     begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))
     _require_known(structure, _STRUCTURE_KEYS, param)
+    # Otherwise nothing could ever lead into the structure: it would be prescribed in vain.
     if not isinstance(begin, str) or not any(begin.startswith(trigger) for trigger in triggers):
         require("must be a string that begins with one of the triggers", f"{param}.begin")
     if not isinstance(end, str):
@@ -72,6 +73,7 @@ def _grammar_of_format(value: object, param: str) -> Grammar:
             return schema_grammar(_schema_of(value, param), f"{param}.json_schema")
         case "const_string":
             choices = [_constant(value, param, 0)["value"]]
+            # A choice of one: the answer is this text.
             return Grammar(GrammarKind.CHOICE, json.dumps(choices, ensure_ascii=False))
         case "regex":
             _require_known(value, ("type", "pattern"), param)
@@ -92,6 +94,7 @@ def _node(value: object, param: str, level: int = 0) -> Node:
     reader = _READERS.get(kind) if isinstance(kind, str) else None
     if not isinstance(value, Mapping) or reader is None:
         require(f"is not supported here, got {describe(kind)}", f"{param}.type")
+    # Checked before the parts are read, as reading recurses.
     require("is nested too deeply" if level > MAX_NESTED else None, param)
     assert isinstance(value, Mapping) and reader is not None
     return {"type": kind, **reader(value, param, level + 1)}
@@ -123,6 +126,7 @@ def _tag(value: Mapping[str, Any], param: str, level: int) -> Node:
     content = value.get("content")
     if isinstance(content, Mapping) and content.get("type") == "any_text":
         _require_known(content, ("type",), f"{param}.content")
+        # Any text ends where its end begins, and an empty end would begin at once.
         require(None if all(ends) else "must not be empty behind any text", f"{param}.end")
         return {"begin": _text(value, "begin", param), "content": None, "end": ends}
     return {"begin": _text(value, "begin", param), "content": _node(content, f"{param}.content", level), "end": ends}
@@ -206,6 +210,7 @@ def _flags(value: Mapping[str, Any], param: str) -> dict[str, bool]:
 
 def _require_known(value: Mapping[str, Any], names: Sequence[str], param: str) -> None:
     """Raise RequestError for a key that could change the answer and is not supported."""
+    # Keys with an empty value say nothing; clients send them for all fields that their library knows.
     unknown = next((name for name, each in value.items() if name not in names and each not in (None, False, [])), None)
     if unknown is not None:
         require("is not supported yet", f"{param}.{unknown}")

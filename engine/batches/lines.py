@@ -64,6 +64,7 @@ class Input:
         place = self.bodies[number]
         with self.path.open("rb") as file:
             body = os.pread(file.fileno(), place.length, place.start)
+        # A file that was changed in its place would run other requests than were checked.
         if zlib.crc32(body) != place.checksum:
             raise OSError(f"{self.path} has changed")
         return LineRequest(self.custom_ids[number], self.urls[number], body)
@@ -80,6 +81,7 @@ def read_input(
     reading = _Reading(Input(path), endpoint, limits)
     began = time.monotonic()
     for _ in reading.steps():
+        # A pause as long as the work: the thread holds the interpreter at most half of the time.
         if rest is not None and time.monotonic() - began > BUSY_S:
             rest(BUSY_S)
             began = time.monotonic()
@@ -133,6 +135,7 @@ class _Reading:
                 if not content.isspace():
                     self._take(content, number, place)
                 place += len(content)
+                # A file of a gigabyte of wrong lines is not read to its end.
                 if self._is_too_long(number) or len(self.problems) >= MAX_PROBLEMS:
                     return
                 yield
@@ -161,6 +164,7 @@ class _Reading:
         self._found.custom_ids.append(line.custom_id)
         self._found.urls.append(line.url)
         start, length = body_place(content)
+        # Of the body alone: that is what is fetched again.
         checksum = zlib.crc32(content[start : start + length])
         self._found.bodies.append(_Place(place + start, length, checksum))
 

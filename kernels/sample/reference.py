@@ -54,11 +54,13 @@ class Controls(NamedTuple):
 def adjusted_row(logits: Tensor, row: int, penalties: Penalties | None, bias: LogitBias | None) -> Tensor:
     """Float32 logits of one row after repetition, frequency and presence penalty, then bias. NaN counts as -inf."""
     z = logits[row].float()
+    # A NaN compares false with everything: as -inf it is never drawn, and the other tokens still are.
     z = torch.where(z.isnan(), -torch.inf, z)
     if penalties is not None:
         entries = slice(int(penalties.offsets[row]), int(penalties.offsets[row + 1]))
         ids, counts = penalties.token_ids[entries], penalties.output_counts[entries]
         seen = z[ids]
+        # Either way the logit falls; dividing a negative one would raise it.
         seen = torch.where(seen > 0, seen / penalties.repetition[row], seen * penalties.repetition[row])
         z[ids] = seen - penalties.frequency[row] * counts - penalties.presence[row] * (counts > 0)
     if bias is not None:
@@ -83,12 +85,15 @@ def kept_probabilities(z: Tensor, temperature: float, top_k: int, top_p: float, 
     top-k the first k of these; top-p the shortest prefix of these whose share of their mass reaches `top_p`.
     """
     p = torch.softmax(z / temperature, -1)
+    # Stable, so that tokens of equal probability keep the order of their ids on every machine.
     p, order = torch.sort(p, descending=True, stable=True)
     p = torch.where(p >= min_p * p[0], p, 0.0)
     if top_k > 0:
         p[top_k:] = 0.0
+    # Sums of a vocabulary in float32 would lose the tail, and cut at another token.
     before = p.double().cumsum(-1) - p
     p = torch.where((before < top_p * p.double().sum()) | (top_p >= 1), p, 0.0)
+    # The likeliest token always stays, whatever is cut.
     p[0] = p[0].clamp_min(torch.finfo(torch.float32).tiny)
     return torch.zeros_like(p).scatter_(0, order, p)
 
@@ -106,6 +111,7 @@ def sample_row(z: Tensor, temperature: float, top_k: int, top_p: float, min_p: f
 
     The row's controls come in the order of `Controls`.
     """
+    # Where no logit is finite nothing can be drawn: the first of the largest is taken, as greedily.
     if temperature == 0 or not z.max().isfinite():
         return int(torch.argmax(z))
     kept = kept_probabilities(z, temperature, top_k, top_p, min_p).nonzero()[:, 0]
@@ -138,6 +144,7 @@ def gumbel_noise(seed: int, position: int, ids: Tensor) -> Tensor:
 def exponential(numbers: Tensor, unit: float) -> Tensor:
     """-ln(1 - v) where v = (number + 1/2) * unit, float32, is in (0, 1)."""
     v = (numbers.float() + 0.5) * unit
+    # 1 - v rounds to 0 for the largest numbers, and their logarithm would be infinite.
     rest = (1 - v).clamp_min(2.0**-25)
     return -torch.where(v < 0.25, _series(-v), _logarithm(rest))
 
@@ -145,6 +152,7 @@ def exponential(numbers: Tensor, unit: float) -> Tensor:
 def _logarithm(x: Tensor) -> Tensor:
     """ln(x) of positive normal float32 numbers, as 2^exponent * (1 + f) with 1 + f from sqrt(1/2) to sqrt(2)."""
     bits = x.view(torch.int32)
+    # The constant is sqrt(1/2): the rest of the number then lies around 1, where the series is short.
     exponents = (bits - 0x3F3504F3) >> 23
     return exponents.float() * LN_2 + _series((bits - (exponents << 23)).view(torch.float32) - 1)
 

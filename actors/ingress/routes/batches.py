@@ -65,6 +65,7 @@ async def on_disk(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.to_thread(work, *args, **kwargs)
     except OSError as error:
         logger.warning("files not read or written: %s", error, extra=about("files_failed", reason=type(error).__name__))
+        # A full disk needs an operator; other failures may pass. The client learns which, and no path.
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = "The disk for files is full." if is_full else "Files cannot be read or written now."
         raise ServiceError(reason, retry_after_s=30) from None
@@ -74,6 +75,7 @@ async def upload_file(request: Request) -> Response:
     batches, tenant = batches_of(request), request.state.tenant.name
     form = Form(request.headers.get("content-type"))
     with batches.uploading(tenant):
+        # Begun only within the tenant's place, so that no more files arrive at a time than there is room for.
         upload = await on_disk(batches.files.begin, tenant)
         try:
             await _receive(request, form, upload, replica(request).config.ingress.body_timeout_s)
@@ -170,6 +172,8 @@ async def _receive(request: Request, form: Form, upload: Upload, idle_s: float) 
             num_bytes = 0
             """Bytes that arrived since the deadline was put off."""
             while True:
+                # Two limits: nothing for a while, and too little in a minute. A client that sends a byte now and then
+                # meets the second.
                 async with asyncio.timeout(idle_s):
                     part = await anext(parts, None)
                 num_bytes += len(part or b"")
@@ -177,6 +181,7 @@ async def _receive(request: Request, form: Form, upload: Upload, idle_s: float) 
                     deadline.reschedule(asyncio.get_running_loop().time() + PROGRESS_S)
                     num_bytes = 0
                 content += form.feed(part or b"")
+                # Few large writes: each is a turn of a thread.
                 if len(content) >= WRITTEN_BYTES or part is None:
                     await on_disk(upload.write, bytes(content))
                     content.clear()
@@ -239,6 +244,7 @@ def _place(dated: tuple[float, Json]) -> tuple[float, str]:
 
 
 def number_of(text: str, name: str, least: int, most: int) -> int:
+    # The length first: `int` of a megabyte of digits takes seconds.
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= most):
         raise RequestError(f"'{name}' must be an integer from {least} to {most}, got '{text[:20]}'.", param=name)
     return int(text)

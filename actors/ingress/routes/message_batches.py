@@ -47,6 +47,7 @@ async def listed(request: Request) -> Response:
     limit = number_of(query["limit"], "limit", 1, MAX_LISTED) if "limit" in query else NUM_LISTED
     found = await on_disk(batches_of(request).store.all, request.state.tenant.name)
     own = [batch for batch in found if batch.record.endpoint == MESSAGES]
+    # Newest first, as the API lists; the id decides between batches of one second.
     own.sort(key=lambda batch: (batch.record.created_at, batch.record.id), reverse=True)
     objects = [_object(request, batch) for batch in own]
     ids = [str(each["id"]) for each in objects]
@@ -57,6 +58,7 @@ async def listed(request: Request) -> Response:
         return ids.index(query[name])
 
     if "before_id" in query:
+        # The page before an id ends there; the one behind an id begins there.
         end = place("before_id")
         begin, has_more = max(0, end - limit), end > limit
     else:
@@ -120,6 +122,7 @@ async def _parts(lines: Iterator[bytes]) -> AsyncGenerator[bytes]:
                 break
         return b"".join(taken)
 
+    # One part at a time in a thread: files may be larger than memory, and reading waits for the disk.
     while data := await asyncio.to_thread(part):
         yield data
 

@@ -137,6 +137,7 @@ class ChatBody(SamplingFields, TemplateFields, KnownEngineFields):
         transcript, left_out = self._transcript(rules.volatile_lines)
         messages = transcript.messages
         continues = messages[-1].role == "assistant"
+        # The API gives no sense to going on behind a call: its results come from the client, in the next message.
         if messages[-1].tool_calls:
             raise RequestError("'messages' ends with calls, and must go on with their results.", param="messages")
         editing = self.context_management
@@ -159,6 +160,7 @@ class ChatBody(SamplingFields, TemplateFields, KnownEngineFields):
         """The wishes for reasoning in normal form."""
         use = None if self.thinking is None else self.thinking.use()
         effort = None if self.output_config is None else self.output_config.effort
+        # Thinking that is switched off wins over a wished effort: the two fields come from different parts of a client.
         if effort is None or (use is not None and use.effort is not None):
             return use
         return replace(use or ReasoningUse(), effort=effort, param="output_config.effort", is_hint=True)
@@ -169,6 +171,7 @@ class ChatBody(SamplingFields, TemplateFields, KnownEngineFields):
         if self.output_config is None or self.output_config.format is None:
             return given
         param = "output_config.format.schema"
+        # Two grammars would have to be satisfied at once; which one the client means cannot be known.
         if given is not None:
             raise RequestError(f"'{given.param}' and '{param}' cannot be given together.", param=param)
         return Constraint(schema_grammar(self.output_config.format.schema_, param), param)
@@ -178,12 +181,15 @@ class ChatBody(SamplingFields, TemplateFields, KnownEngineFields):
         out. Raises RequestError for too many marks."""
         transcript = Transcript()
         system, lines = without_lines(self.system or (), volatile_lines)
+        # A system message of which nothing is left is none; one that the client sent empty stays, as templates may
+        # tell.
         if system or (self.system is not None and not lines):
             transcript.add("system", system)
         for index, turn in enumerate(self.messages):
             _require_place(index, turn)
             transcript.add(turn.role, turn.content)
 
+        # Tools stand at the beginning of the prompt, so a mark on any of them is one there.
         for tool in self.tools or ():
             if tool.cache_control is not None:
                 transcript.mark_beginning(tool.cache_control)

@@ -210,6 +210,8 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
         turn = ResponseTurn(
             previous=self.previous_response_id,
             is_stored=self.store is not False,
+            # Messages of the input alone: those of instructions are not kept for the response that goes on from this
+            # one.
             num_own=len(own),
             items=tuple(item.listed() for item in self.input),
             repeated=self._repeated(),
@@ -232,9 +234,11 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
                 is_hint=True,
             ),
             max_tokens=self.max_output_tokens,
+            # The API has no error for a limit above the context: the answer ends there as incomplete.
             is_capped=True,
             turn=turn,
             form=FormSpec(stream=bool(self.stream)),
+            # OpenAI's routing hint says what a session says here: these requests share a beginning.
             service=ServiceSpec(session_id=self.prompt_cache_key, request_id=self.request_id),
         )
         spec = normal_form(self, asked, messages=[*instructions, *own], logprobs=self._logprobs())
@@ -257,6 +261,7 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
     def _threshold(self) -> int | None:
         """Tokens above which the conversation is compacted; None: it never is."""
         given = [rule.compact_threshold for rule in self.context_management or () if rule.type == COMPACTION]
+        # Of several rules the first one to be reached decides.
         return min((each for each in given if each is not None), default=None)
 
     def constraint(self) -> Constraint | None:
@@ -287,6 +292,7 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
     def _logprobs(self) -> int | None:
         """Number of alternatives to report; None: no log-probabilities."""
         asked = LOGPROBS in (self.include or ())
+        # Text of a call is not text of the answer, and its tokens would have no place in the list.
         if asked and self.tools:
             raise RequestError(f"'include' of '{LOGPROBS}' is not supported together with 'tools'.", param="include")
         return self.top_logprobs or 0 if asked or self.top_logprobs else None
@@ -327,6 +333,7 @@ class CompactRequest(ResponsesRequest):
         if not self.input and self.previous_response_id is None:
             raise RequestError("Missing required parameter: 'input' or 'previous_response_id'.", param="input")
         spec = asking(super().spec())
+        # A summary that is as long as the conversation would save nothing.
         return replace(spec, max_tokens=min(self.max_output_tokens or SUMMARY_TOKENS, SUMMARY_TOKENS))
 
 
@@ -340,6 +347,7 @@ def parse_input_tokens(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSp
     """A body of `/v1/responses/input_tokens` in normal form. Raises RequestError naming the field at fault."""
     spec = parse_responses(body, rules)
     assert spec.turn is not None
+    # Counting must not make a summary, which would be generated and change the number.
     return replace(spec, max_tokens=0, turn=replace(spec.turn, compact_threshold=None))
 
 

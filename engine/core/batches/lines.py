@@ -38,8 +38,11 @@ class PrefixOrder:
         place = []
         chain = b""
         for start in range(0, min(len(prompt), PIECE * MAX_PIECES), PIECE):
+            # Any text must have a place in the order, also one that is refused when it runs.
             piece = prompt[start : start + PIECE].encode("utf-8", "surrogatepass")
             chain = blake2b(piece, key=chain, digest_size=DIGEST_BYTES).digest()
+            # The first line with these pieces stands for the group, so that groups keep the file's order among each
+            # other.
             place.append(self._first_with.setdefault(chain, number))
         self._places.append((tuple(place), number))
 
@@ -66,6 +69,7 @@ class LineQueue:
     def take(self, count: int, now: float) -> list[int]:
         """The next lines to run, at most `count`: lines to be tried again first."""
         taken: list[int] = []
+        # Lines that were tried before go first: their prompts may still be cached.
         while len(taken) < count and self._later and self._later[0][0] <= now:
             taken.append(heapq.heappop(self._later)[1])
         while len(taken) < count and self._waiting:
@@ -127,8 +131,10 @@ class LineAllowance:
     def free(self, batch: str, num_others: int) -> int:
         """Lines with room to begin for a batch: a share of the limit less `num_others` requests of clients. All batches
         together always have room for one line, so no batch waits for ever."""
+        # Clients' requests have the room first; one line goes on, so that a busy server still finishes its batches.
         left = max(self._limit - num_others, 1)
         num_batches = Counter(self._tenant_of.values())
+        # Rounded up: with more tenants than room each may begin one line when another ends.
         share = -(-left // len(num_batches))
         share = -(-share // num_batches[self._tenant_of[batch]])
         return max(min(share - self._running[batch], left - self.num_running), 0)

@@ -54,9 +54,11 @@ class InputText:
     def finish(self) -> str:
         """Return the rest of the input at the end of the arguments."""
         rest, self._held = self._held, ""
+        # What is held of an escape that never ended is no text.
         if self._is_inside or self._is_over:
             return ""
         try:
+            # The one argument may stand behind white space or other keys than expected; read whole, it is still found.
             value = json.loads(rest)
         except (ValueError, RecursionError):
             return rest
@@ -92,6 +94,7 @@ def _escape_len(text: str, at: int) -> int | None:
         return None
     if not 0xD800 <= int(text[at + 2 : at + 6], 16) < 0xDC00:
         return 6
+    # A character beyond U+FFFF is two escapes; the first half alone cannot be sent.
     following = text[at + 6 : at + 12]
     if not "\\u".startswith(following[:2]):
         return 6
@@ -102,6 +105,7 @@ def _escape_len(text: str, at: int) -> int | None:
 
 def _unescaped(escape: str) -> str:
     if escape[1] != "u":
+        # What JSON does not know stays as the model wrote it: it is text of a patch or a program.
         return _ESCAPES.get(escape[1], escape)
     return _valid(str(json.loads(f'"{escape}"')))
 

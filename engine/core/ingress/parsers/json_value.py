@@ -60,6 +60,7 @@ class JsonValue:
         if self._scalar:
             if character in _SCALAR:
                 self._scalar += character
+                # Bounded, since the number is matched as a whole at its end: a model may write digits for ever.
                 return Step.MORE if len(self._scalar) <= MAX_SCALAR else Step.BROKEN
             return self._after_scalar(character)
         if character in WHITESPACE:
@@ -90,6 +91,7 @@ class JsonValue:
             if not self._is_key:
                 return self._end_of_value()
             self._is_key, self._expects = False, _Expects.COLON
+        # JSON has control characters as escapes only; a line break in a string ends the hope of a value.
         elif character < " ":
             return Step.BROKEN
         return Step.MORE
@@ -98,6 +100,7 @@ class JsonValue:
         scalar, self._scalar = self._scalar, ""
         if scalar not in _WORDS and not _NUMBER.fullmatch(scalar):
             return Step.BROKEN
+        # Only now is a number known to have ended, by a character that belongs to whatever comes behind.
         if self._end_of_value() is Step.DONE:
             return Step.PAST
         return Step.MORE if character in WHITESPACE else self._next(character)
@@ -112,6 +115,7 @@ class JsonValue:
         if character == '"':
             self._is_string = True
         elif character in "{[":
+            # Readers of JSON refuse more, and the client has to read what is passed on.
             if len(self._closers) == MAX_DEPTH:
                 return Step.BROKEN
             self._closers.append("}" if character == "{" else "]")
