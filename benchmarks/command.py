@@ -1,4 +1,5 @@
-"""What the benchmarks' command lines have in common: the parser, the file of the result, and tables in Markdown."""
+"""What the benchmarks' command lines have in common: the parser, the file of the result, tables in Markdown, and
+a few figures of many measurements."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import PACKAGES, describe
+
+AT = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +49,11 @@ def begin(
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table, a line for each row."""
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [header, ["---"] * len(header), *rows])
+
+
+def distribution(name: str, values: Sequence[float], scale: float) -> dict[str, float]:
+    """The median, the 99th percentile and the maximum of scaled values, by name; nothing of no values."""
+    ordered = sorted(value * scale for value in values)
+    if not ordered:
+        return {}
+    return {f"{name}_{label}": ordered[min(int(share * len(ordered)), len(ordered) - 1)] for label, share in AT.items()}

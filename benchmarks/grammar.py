@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.command import begin, command_parser
-from benchmarks.distribution import distribution
+from benchmarks.command import begin, command_parser, distribution
 from benchmarks.machine import public_name
 from benchmarks.made_schemas import made_schema
 from benchmarks.stepping import whole

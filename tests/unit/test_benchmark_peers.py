@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.distribution import distribution
+from benchmarks.command import distribution
 from benchmarks.peers.process import PeerProcess, WorkerError
 
 ECHO = """
