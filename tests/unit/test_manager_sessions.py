@@ -47,6 +47,9 @@ class Scene:
             self._running.discard(request_id)
         self.sessions.check_integrity(self._running)
 
+    def last_workers(self, request: AdmitRequest) -> SessionWorkers:
+        return self.sessions.workers_of(request, self.sessions.find(request).session)
+
     def turn(self, hashes: list[BlockHash], name: str | None = None, tenant: str = "") -> Session:
         """A request that ends before anything else happens."""
         session = self.begin(hashes, name=name, tenant=tenant)
@@ -82,7 +85,7 @@ def test_a_common_beginning_is_counted_once() -> None:
     scene = Scene()
     agents = [scene.turn(SYSTEM + blocks(name, 300)) for name in "abc"]
     assert [scene.sessions.footprint(agent) for agent in agents] == [321, 301, 301]
-    assert scene.sessions.footprint(agents[2], num_blocks=400) == 381
+    assert scene.sessions.footprint(agents[2], SYSTEM + blocks("c", 380)) == 381
 
 
 def test_what_one_session_alone_found_known_is_its_own() -> None:
@@ -92,6 +95,22 @@ def test_what_one_session_alone_found_known_is_its_own() -> None:
     session = scene.turn(blocks("a", 210))
     assert scene.sessions.footprint(session) == 211
     assert scene.turn(blocks("a", 220)) is session
+
+
+def test_a_named_session_that_begins_otherwise_counts_all_its_blocks() -> None:
+    """One name for all that a program sends: another prompt shares nothing with what the first one found known."""
+    scene = Scene()
+    for name in "ab":
+        scene.turn(SYSTEM + blocks(name, 300))
+    session = scene.turn(SYSTEM + blocks("chat", 300), name="chat")
+    assert scene.sessions.footprint(session) == 301
+    other = blocks("c", 15)
+    assert scene.sessions.footprint(session, other) == 16
+    assert scene.turn(other, name="chat") is session
+    assert scene.sessions.footprint(session) == 16
+    assert scene.turn(other + blocks("d", 5)) is session, "by its marks"
+    assert scene.turn(SYSTEM + blocks("chat", 300), name="chat") is session
+    assert scene.sessions.footprint(session) == 321, "nobody else begins behind so many of them"
 
 
 def test_a_request_beside_another_one_of_its_session_is_a_branch() -> None:
@@ -126,12 +145,12 @@ def test_another_tenants_blocks_are_another_tenants_session() -> None:
 def test_the_last_workers_are_remembered_by_blocks_and_by_name() -> None:
     scene = Scene()
     session = scene.begin(blocks("a", 30), worker="w1", name="chat")
-    assert scene.sessions.workers_of(asking("r", blocks("a", 40))) == NO_WORKERS, "a branch"
+    assert scene.last_workers(asking("r", blocks("a", 40))) == NO_WORKERS, "a branch"
     scene.end(session)
-    assert scene.sessions.workers_of(asking("r", blocks("a", 40))) == SessionWorkers("w1", "w1")
-    assert scene.sessions.workers_of(asking("r", blocks("b", 40), name="chat")) == SessionWorkers("w1", "w1")
-    assert scene.sessions.workers_of(asking("r", blocks("b", 40))) == NO_WORKERS
-    assert scene.sessions.workers_of(asking("r", blocks("a", 40), tenant="other")) == NO_WORKERS
+    assert scene.last_workers(asking("r", blocks("a", 40))) == SessionWorkers("w1", "w1")
+    assert scene.last_workers(asking("r", blocks("b", 40), name="chat")) == SessionWorkers("w1", "w1")
+    assert scene.last_workers(asking("r", blocks("b", 40))) == NO_WORKERS
+    assert scene.last_workers(asking("r", blocks("a", 40), tenant="other")) == NO_WORKERS
 
 
 def test_another_attempt_is_the_same_request() -> None:

@@ -102,7 +102,6 @@ def test_more_agents_than_fit_take_turns(scene: Scene, event: str) -> None:
         watch.cancel()
         assert [each for each in done if each is not None and not isinstance(each, asyncio.CancelledError)] == []
         assert sum(isinstance(each, asyncio.CancelledError) for each in done) == num_left
-        assert len(agents.paused) > NUM_AGENTS / 4, "they had to wait"
         await until(lambda: manager._directory.num_reservations == 0)
         manager._directory.check_integrity()
         if event == "nothing":

@@ -294,7 +294,8 @@ class Directory:
         records = self.stock.blocks.find(request.hashes)
         objectives = request.objectives.over(self.objectives)
         avoided = self._avoided(session, request)
-        placement, when_late = self._place(request, records, objectives, avoided, is_new=is_new)
+        last_workers = self.sessions.workers_of(request, session)
+        placement, when_late = self._place(request, records, objectives, avoided, last_workers, is_new=is_new)
         decision = self._explanations.record(request, records, placement, self.fleet, objectives.ttft_s, when_late)
 
         # Blocks of the prompt: [0, num_local) in the pool, [num_local, num_cached) imported, the rest computed.
@@ -409,7 +410,7 @@ class Directory:
         sizes = self._sizes_of_turns()
         if sizes is None:
             return None
-        footprint = self.sessions.footprint(session, len(request.hashes))
+        footprint = self.sessions.footprint(session, request.hashes)
         num_tokens = request.num_tokens
         return self.turns.ask(session, request.request_id, footprint, sizes, lambda _: self._idle_for(num_tokens), now)
 
@@ -449,12 +450,13 @@ class Directory:
         records: Sequence[BlockRecord | None],
         objectives: Objectives,
         avoided: Sequence[str],
+        last_workers: SessionWorkers,
         *,
         is_new: bool,
     ) -> tuple[Placement, WhenLate | None]:
         """Choose workers, once more for a request that gives way. Raises LateError for one that is refused; a request
         under way and one that is behind all others are never late."""
-        demand, candidates = self._options(request, records, objectives, avoided)
+        demand, candidates = self._options(request, records, objectives, avoided, last_workers)
         placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)
         when_late = _check_in_time(placement, objectives) if is_new and not request.is_behind else None
         if when_late is WhenLate.GIVE_WAY:
@@ -467,14 +469,15 @@ class Directory:
         request: AdmitRequest,
         records: Sequence[BlockRecord | None],
         objectives: Objectives,
-        avoided: Sequence[str] = (),
+        avoided: Sequence[str],
+        last_workers: SessionWorkers,
     ) -> tuple[Demand, list[WorkersAlike]]:
         """The needs of a request, and the workers grouped by load and held blocks."""
         prefix = match(records, self.fleet, self._reservations)
         demand = demand_of(
             request,
             prefix,
-            self.sessions.workers_of(request),
+            last_workers,
             return_rate=self.statistics.return_rate,
             objectives=objectives,
             # Where all workers are on one node, each source is as near as any other.

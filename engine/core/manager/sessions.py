@@ -60,7 +60,8 @@ class Session:
     key: bytes | None
     """Digest of the client's name of the session; None without a name."""
     first_own: int
-    """Leading blocks that its first prompt found known: they may belong to others, too."""
+    """Leading blocks that its first prompt found known, or its first one with another beginning: they may belong to
+    others, too."""
     trunk: BlockHash | None = None
     """The last of these blocks; None without any."""
     branch: Branch | None = None
@@ -81,6 +82,11 @@ class Session:
     """Requests that had to wait for the session's turn."""
     paused_s: float = 0.0
     """Time that its requests waited for the session's turn."""
+
+    def begins(self, hashes: Sequence[BlockHash]) -> bool:
+        """True if a prompt of these blocks begins with what the session found known; only a session's name can bring
+        together prompts that do not."""
+        return self.first_own == 0 or (len(hashes) > self.first_own and hashes[self.first_own - 1] == self.trunk)
 
 
 class Sessions:
@@ -118,15 +124,18 @@ class Sessions:
         """The session of a request under way."""
         return self._by_request.get(request_id)
 
-    def footprint(self, session: Session, num_blocks: int | None = None) -> int:
-        """Blocks of a session, with one for its answer, when its prompt has `num_blocks` (None: as its last one).
+    def footprint(self, session: Session, hashes: Sequence[BlockHash] | None = None) -> int:
+        """Blocks of a session, with one for its answer, when its prompt has the blocks `hashes` (None: as its last
+        one).
 
         What several sessions found known is counted with the session that brought it only. What one session alone found
         known is its own: the manager may have forgotten that session, or be a new one.
         """
-        length = session.prompt_blocks if num_blocks is None else num_blocks
+        length = session.prompt_blocks if hashes is None else len(hashes)
         is_shared = session.trunk is not None and self._by_trunk[session.trunk] > 1
-        return length + 1 - (min(length, session.first_own) if is_shared else 0)
+        if hashes is not None and not session.begins(hashes):
+            is_shared = False
+        return length + 1 - (session.first_own if is_shared else 0)
 
     def find(self, request: AdmitRequest) -> Found:
         """The session that a request belongs to, as the module says."""
@@ -141,11 +150,11 @@ class Sessions:
         named = self._named(request)
         return Found(None if named is None or named.running else named)
 
-    def workers_of(self, request: AdmitRequest) -> SessionWorkers:
-        """The workers where a request's session was last: that of its name, or the one that it belongs to. `NO_WORKERS`
-        if unknown: a branch without a name goes where it costs least."""
-        session = self._named(request) or self.find(request).session
-        return NO_WORKERS if session is None else session.last_workers
+    def workers_of(self, request: AdmitRequest, session: Session | None) -> SessionWorkers:
+        """The workers where a request's session was last: that of its name, or the one that was found for it.
+        `NO_WORKERS` if unknown: a branch without a name goes where it costs least."""
+        last = self._named(request) or session
+        return NO_WORKERS if last is None else last.last_workers
 
     def admitted(
         self, request: AdmitRequest, found: Found, num_known: int, workers: SessionWorkers, now: float
@@ -156,13 +165,11 @@ class Sessions:
         key = None if request.session is None else _key(request.cache.tenant, request.session)
         if session is None:
             self._num_begun += 1
-            # The last block of a prompt is its session's own, also where an equal prompt came before.
-            first_own = max(0, min(num_known, len(request.hashes) - 1))
-            trunk = request.hashes[first_own - 1] if first_own else None
-            session = Session(self._num_begun, request.cache.tenant, key, first_own, trunk, found.branch)
+            session = Session(self._num_begun, request.cache.tenant, key, first_own=0, branch=found.branch)
             self._sessions[session.number] = session
-            if trunk is not None:
-                self._by_trunk[trunk] += 1
+            self._set_trunk(session, request.hashes, num_known)
+        elif not session.begins(request.hashes):
+            self._set_trunk(session, request.hashes, num_known)
         if key is not None:
             if session.key not in (None, key) and self._by_key.get(session.key) is session:
                 del self._by_key[session.key]
@@ -211,16 +218,30 @@ class Sessions:
 
     def _extended(self, tenant: str, hashes: Sequence[BlockHash]) -> tuple[Session | None, int]:
         """The session with the last mark in a prompt, and the number of blocks up to that mark."""
-        for index in reversed(range(len(hashes))):
-            session = self._by_mark.get(hashes[index])
+        for num_behind, session in enumerate(map(self._by_mark.get, reversed(hashes))):
             if session is not None and session.tenant == tenant:
-                return session, index + 1
+                return session, len(hashes) - num_behind
         return None, 0
 
     def _named(self, request: AdmitRequest) -> Session | None:
         if request.session is None:
             return None
         return self._by_key.get(_key(request.cache.tenant, request.session))
+
+    def _set_trunk(self, session: Session, hashes: Sequence[BlockHash], num_known: int) -> None:
+        """Note what a session finds known with its first prompt, or with one of another beginning."""
+        self._drop_trunk(session)
+        # The last block of a prompt is its session's own, also where an equal prompt came before.
+        session.first_own = max(0, min(num_known, len(hashes) - 1))
+        session.trunk = hashes[session.first_own - 1] if session.first_own else None
+        if session.trunk is not None:
+            self._by_trunk[session.trunk] += 1
+
+    def _drop_trunk(self, session: Session) -> None:
+        if session.trunk is not None:
+            self._by_trunk[session.trunk] -= 1
+            if not self._by_trunk[session.trunk]:
+                del self._by_trunk[session.trunk]
 
     def _mark(self, session: Session, hashes: Sequence[BlockHash]) -> None:
         """Set the marks of a session near the end of a prompt."""
@@ -249,10 +270,7 @@ class Sessions:
             self._unmark(session)
             if session.key is not None and self._by_key.get(session.key) is session:
                 del self._by_key[session.key]
-            if session.trunk is not None:
-                self._by_trunk[session.trunk] -= 1
-                if not self._by_trunk[session.trunk]:
-                    del self._by_trunk[session.trunk]
+            self._drop_trunk(session)
 
 
 def _key(tenant: str, session: str) -> bytes:
