@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -189,13 +190,30 @@ def test_what_cannot_run_in_one_process_is_refused(options: list[str], said: str
     assert refused.process.wait() == 2
 
 
+def stopped_while_loading(process: psutil.Process) -> bool:
+    """Stop a server; whether it has its model's weights before it then."""
+    process.suspend()
+    while process.status() != psutil.STATUS_STOPPED:
+        assert process.status() != psutil.STATUS_ZOMBIE, "it has ended"
+    return any("SmolLM2" in mapped.path for mapped in process.memory_maps())
+
+
+def is_listened_to(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_a_signal_ends_a_server_that_loads_its_model(tmp_path: Path) -> None:
     running = Process("--config", str(small(tmp_path)))
     process = psutil.Process(running.process.pid)
-    while not any("SmolLM2" in mapped.path for mapped in process.memory_maps()):  # its weights
-        assert running.process.poll() is None, running.lines
+    # It stands still at each look, so that it cannot have loaded its model between the look and the signal.
+    while not stopped_while_loading(process):
+        assert not is_listened_to(running.port), "it has loaded its model unseen"
+        process.resume()
+    assert not is_listened_to(running.port)
     children = process.children(recursive=True)
-    os.kill(process.pid, signal.SIGTERM)
+    process.terminate()
+    process.resume()
     running.until("stopping")
     assert running.process.wait() == 0
     assert not [line for line in running.lines if "ready after" in line or "Traceback" in line]
