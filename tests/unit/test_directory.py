@@ -1000,6 +1000,21 @@ def test_a_failover_a_late_prompt_and_a_worker_of_unknown_size_wait_for_no_turn(
     assert directory.num_reservations == 2
 
 
+def test_a_place_follows_its_session_while_nobody_waits(make_directory: MakeDirectory) -> None:
+    directory = make_directory(turns=TurnLimits(quantum_s=10.0))
+    for worker_id in ("v", "w"):
+        join(directory, worker_id, Role.MIXED)
+        directory.fleet.measured(worker_id, 1, None, 20, 20, num_blocks=20)
+    admit(directory, "a", *prompt("a", 2))
+    directory.end_request("a", 0.0)
+    at = admit(directory, "a1", *prompt("a", 3))[0].decode
+    [session] = directory.sessions
+    assert directory.turns.place_of(session) == at
+    directory.end_request("a1", 0.0)
+    directory.admit(AdmitRequest("a2", 0, prompt("a", 3), 14, avoided=(at,)), 1.0)
+    assert directory.turns.place_of(session) == ({"v", "w"} - {at}).pop()
+
+
 def test_a_session_stays_at_its_place_while_others_wait(make_directory: MakeDirectory) -> None:
     """The other worker is idle, but its room is another session's."""
     directory = make_directory(turns=TurnLimits(quantum_s=10.0))

@@ -224,6 +224,22 @@ def test_a_place_moves_to_the_worker_with_room() -> None:
     assert scene.turns.place_of(scene.sessions["g"]) == "w"
 
 
+def test_a_place_follows_its_session_where_there_is_room() -> None:
+    scene = Scene({"v": 105, "w": 65})
+    for name in "abcd":
+        assert scene.ask(name, 0.0) is None
+    places = {name: scene.turns.place_of(scene.sessions[name]) for name in "abcd"}
+    [first, *_] = [name for name in "abcd" if places[name] == "v"]
+    [there] = [name for name in "abcd" if places[name] == "w"]
+    scene.turns.moved(scene.sessions[first], "w", scene.sizes)
+    scene.turns.check_integrity()
+    assert scene.turns.place_of(scene.sessions[first]) == "w"
+    scene.turns.moved(scene.sessions["d" if there != "d" else "c"], "w", scene.sizes)
+    scene.turns.moved(scene.sessions[there], "of unknown size", scene.sizes)
+    scene.turns.check_integrity()
+    assert [scene.turns.place_of(scene.sessions[name]) for name in "abcd"].count("w") == 2, "w has no more room"
+
+
 def test_the_places_on_a_worker_that_is_gone_are_gone() -> None:
     scene = Scene({"v": 105, "w": 105})
     for name in "abcdef":

@@ -319,6 +319,7 @@ class Directory:
         self._reservations[request.request_id] = reservation
         num_known = next((index for index, record in enumerate(records) if record is None), len(records))
         session = self.sessions.admitted(request, found, num_known, SessionWorkers(prefill, decode), now)
+        self._move_place(session, decode)
         decision.session = SessionFacts(
             session.num_requests,
             self.sessions.footprint(session),
@@ -413,6 +414,14 @@ class Directory:
         footprint = self.sessions.footprint(session, request.hashes)
         num_tokens = request.num_tokens
         return self.turns.ask(session, request.request_id, footprint, sizes, lambda _: self._idle_for(num_tokens), now)
+
+    def _move_place(self, session: Session, worker_id: str) -> None:
+        """Have a session's place follow its KV."""
+        if self.turns.place_of(session) in (None, worker_id):
+            return
+        sizes = self._sizes_of_turns()
+        if sizes is not None:
+            self.turns.moved(session, worker_id, sizes)
 
     def _sizes_of_turns(self) -> dict[str, int] | None:
         """All blocks of the pool of each worker that may have places; None while nobody takes turns."""

@@ -121,6 +121,16 @@ class Turns:
         place = self._places.get(session.number)
         return None if place is None else place.worker
 
+    def moved(self, session: Session, worker: str, sizes: Mapping[str, int]) -> None:
+        """A session's request has gone to a worker: its place follows, if there is room. Only while nobody pauses does
+        a request go elsewhere than to its session's place."""
+        place = self._places.get(session.number)
+        if place is None or place.worker == worker or worker not in sizes or self._room(worker, sizes) < place.size:
+            return
+        self._count(place, -place.size)
+        place.worker = worker
+        self._count(place, place.size)
+
     def ask(
         self,
         session: Session,
