@@ -116,7 +116,7 @@ def _large_matmul_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """As `_matmul_kernel`, with x and weight read by the copy engine, which gives zeros past their ends.
+    """out[m, n] as `_matmul_kernel` sums it; the copy engine reads x and weight, and gives zeros past their ends.
 
     x_descriptor: of x in tiles [BLOCK_M, BLOCK_K]; weight_descriptor: of weight in tiles [BLOCK_N, BLOCK_K].
 
