@@ -30,6 +30,7 @@ from raydix.engine.core.manager.fleet import Fleet
 from raydix.engine.core.manager.instructions import HandoverLost, Instruction, Lost
 from raydix.engine.core.manager.matching import demand_of, match, sources_of
 from raydix.engine.core.manager.placement import (
+    NO_WORKERS,
     CostModel,
     Demand,
     Placement,
@@ -478,8 +479,8 @@ class Directory:
         request: AdmitRequest,
         records: Sequence[BlockRecord | None],
         objectives: Objectives,
-        avoided: Sequence[str],
-        last_workers: SessionWorkers,
+        avoided: Sequence[str] = (),
+        last_workers: SessionWorkers = NO_WORKERS,
     ) -> tuple[Demand, list[WorkersAlike]]:
         """The needs of a request, and the workers grouped by load and held blocks."""
         prefix = match(records, self.fleet, self._reservations)
