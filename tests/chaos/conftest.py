@@ -22,6 +22,7 @@ COLUMNS = (
     "identical",
     "unfinished",
     "broken",
+    "failovers",
     "longest_pause_s",
     "fresh_s",
     "noticed_s",

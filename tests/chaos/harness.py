@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +18,13 @@ import psutil
 from tests.integration.conftest import Server, eventually, random_prompt
 
 NUM_STREAMS = 10
+NUM_OPEN = 5
+"""Streams of a case that go on until their clients leave, so that none of them can end before the disturbance, however
+fast the machine is. The others end by their length."""
+OPEN_TOKENS = 3000
+"""Tokens that an open stream asks for: far more than it gets."""
+TOKENS_BEHIND = 32
+"""Tokens that an open stream has behind the disturbance when its client leaves, at the least."""
 STOPPED_S = 20.0
 """How long a process stands still that gets SIGSTOP."""
 CONNECTED = {"ingress", "HAProxy", "HAProxy manager"}
@@ -49,6 +57,8 @@ class Stream:
     error: str | None = None
     has_enough: threading.Event = field(default_factory=threading.Event)
     """Once it is set, the client leaves at the next token."""
+    leaves_at: int | None = None
+    """The client leaves when it has so many tokens."""
 
     def run(self, server: Server) -> None:
         """Send the request and read its answer to the end, or until the client has enough."""
@@ -58,7 +68,7 @@ class Stream:
                 for choice in chunk["choices"]:
                     self.token_ids += choice.get("token_ids", [])
                     self.times.append(time.monotonic())
-                if self.has_enough.is_set():
+                if self.has_enough.is_set() or (self.leaves_at is not None and len(self.token_ids) >= self.leaves_at):
                     return
             if len(self.token_ids) < self.num_tokens:
                 self.error = f"ended after {len(self.token_ids)} of {self.num_tokens} tokens"
@@ -108,6 +118,21 @@ class Load:
 
     prompts: list[list[int]]
     answers: list[list[int]]
+    longer: dict[int, list[int]] = field(default_factory=dict)
+    """Longer answers to some of the prompts, by place."""
+
+    def lengthen(self, server: Server, lengths: Mapping[int, int]) -> None:
+        """Have answers of at least these lengths in `longer`. The server is not disturbed meanwhile."""
+
+        def answer(place: int) -> list[int]:
+            token_ids: list[int] = server.complete(
+                self.prompts[place], max_tokens=2 * lengths[place], cache_salt="reference"
+            )["choices"][0]["token_ids"]
+            return token_ids
+
+        missing = [place for place, length in lengths.items() if len(self.longer.get(place, ())) < length]
+        with ThreadPoolExecutor(NUM_STREAMS) as pool:
+            self.longer.update(zip(missing, pool.map(answer, missing), strict=True))
 
 
 @dataclass
@@ -135,17 +160,22 @@ class Outcome:
     """Streams without their last token at that moment."""
     survivors: list[str] = field(default_factory=list)
     """Victims that were to be killed, and live."""
+    failovers: int | None = None
+    """Requests that went on at another worker; None where the process that counts them was disturbed."""
     identical_again: int | None = None
     """As `identical`, of the same requests sent again afterwards; None where no connection was to break."""
 
 
 class Streams:
-    """Ten clients of one server at the same time."""
+    """Ten clients of one server at the same time, the first `num_open` of them with streams that end when the clients
+    leave (`let_leave`)."""
 
-    def __init__(self, server: Server, load: Load, salt: str) -> None:
+    def __init__(self, server: Server, load: Load, salt: str, num_open: int = 0) -> None:
         self._load = load
+        self._num_open = num_open
         self.streams = [
-            Stream(prompt, len(answer), salt) for prompt, answer in zip(load.prompts, load.answers, strict=True)
+            Stream(prompt, OPEN_TOKENS if place < num_open else len(answer), salt)
+            for place, (prompt, answer) in enumerate(zip(load.prompts, load.answers, strict=True))
         ]
         self._threads = [threading.Thread(target=stream.run, args=(server,)) for stream in self.streams]
 
@@ -163,17 +193,45 @@ class Streams:
     def num_unfinished(self) -> int:
         return sum(len(stream.token_ids) < stream.num_tokens for stream in self.streams)
 
+    def let_leave(self) -> None:
+        """Have the clients of open streams leave some tokens from now on, behind their answers' usual length."""
+        for stream, answer in zip(self.streams[: self._num_open], self._load.answers[: self._num_open], strict=True):
+            stream.leaves_at = max(len(answer), len(stream.token_ids) + TOKENS_BEHIND)
+
+    def leave(self) -> None:
+        """Have all clients leave at their next token."""
+        for stream in self.streams:
+            stream.has_enough.set()
+
     def finish(self, outcome: Outcome, since: float = 0.0) -> Outcome:
         """Wait for all answers and note what they were."""
         for thread in self._threads:
             thread.join()
         outcome.identical = sum(
-            stream.token_ids == answer for stream, answer in zip(self.streams, self._load.answers, strict=True)
+            stream.token_ids == answer
+            for stream, answer in zip(self.streams[self._num_open :], self._load.answers[self._num_open :], strict=True)
         )
         outcome.errors = sorted({stream.error for stream in self.streams if stream.error is not None})
         outcome.broken = sum(stream.error is not None for stream in self.streams)
         outcome.longest_pause_s = max(stream.longest_pause_s(since) for stream in self.streams)
         return outcome
+
+    def compare_open(self, server: Server, outcome: Outcome) -> None:
+        """Count the open streams with an undisturbed run's tokens among the identical ones. The server is undisturbed
+        again, and generates the answers that are not known at such a length."""
+        whole = {place: stream for place, stream in enumerate(self.streams[: self._num_open]) if stream.error is None}
+        self._load.lengthen(server, {place: len(stream.token_ids) for place, stream in whole.items()})
+        outcome.identical += sum(
+            stream.token_ids == self._load.longer[place][: len(stream.token_ids)] for place, stream in whole.items()
+        )
+
+
+def num_failovers(server: Server) -> int:
+    """Requests of the ingress replicas that went on at another worker so far."""
+    status, _, data = server.request("GET", "/metrics")
+    assert status == 200, data
+    lines = data.decode().splitlines()
+    return sum(int(float(line.rpartition(" ")[2])) for line in lines if line.startswith("raydix_failovers_total"))
 
 
 def pids_of(server: Server, victims: Sequence[str], known: Mapping[str, int] | None = None) -> list[int]:
@@ -291,8 +349,16 @@ def fresh_request_s(server: Server, salt: str) -> float:
 
 def run(server: Server, case: "Case", load: Load, salt: str) -> Outcome:
     """Disturb the server at that moment of ten streams, and note what followed."""
+    streams = Streams(server, load, salt, NUM_OPEN)
+    try:
+        return _run(server, case, load, salt, streams)
+    finally:
+        streams.leave()  # after an error, too: open streams would go on for minutes beside the next case
+
+
+def _run(server: Server, case: "Case", load: Load, salt: str, streams: Streams) -> Outcome:
     outcome = Outcome(case.name, case.moment, case.how.name.removeprefix("SIG"))
-    streams = Streams(server, load, salt)
+    failovers_before = num_failovers(server)
     # The workers with the most requests are known while streams run; the search for the others would take long then.
     others = [victim for victim in case.victims if victim in TITLES or victim == "HAProxy"]
     known = dict(zip(others, pids_of(server, others), strict=True))
@@ -316,6 +382,7 @@ def run(server: Server, case: "Case", load: Load, salt: str) -> Outcome:
         watch.start()
     if case.moment == "idle":
         streams.start()
+    streams.let_leave()
     outcome.fresh_s = fresh_request_s(server, f"{salt} fresh")
     streams.finish(outcome, since)
     for watch in returns:
@@ -327,6 +394,9 @@ def run(server: Server, case: "Case", load: Load, salt: str) -> Outcome:
         outcome.ended = [victim for victim, pid in zip(case.victims, pids, strict=True) if not lives(pid)]
     if case.how is signal.SIGKILL:
         outcome.survivors = [victim for victim, pid in zip(case.victims, pids, strict=True) if lives(pid)]
+    streams.compare_open(server, outcome)
+    if CONNECTED.isdisjoint(case.victims):
+        outcome.failovers = num_failovers(server) - failovers_before
     if case.breaks_connections:
         again = Streams(server, load, f"{salt} again")
         again.start()
