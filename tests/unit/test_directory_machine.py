@@ -96,6 +96,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.workers: dict[str, FakeWorker] = {}
         self.last_epoch: dict[str, int] = {}
         self.admitted: dict[str, Admitted] = {}
+        self.paused: dict[str, AdmitRequest] = {}
+        """Requests that wait for their sessions' turns."""
         self.num_requests = 0
         self.now = 0.0
         self.epoch_s = 0.0
@@ -224,6 +226,22 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.num_requests += 1
             num_tokens = len(path) * BLOCK_SIZE + spare
             self._admit(AdmitRequest(request_id, 0, path, num_tokens, cache=hints))
+
+    @precondition(lambda self: self.paused)
+    @rule(data=st.data(), leaves=st.booleans())
+    def ask_again(self, data: st.DataObject, leaves: bool) -> None:
+        """A paused request asks by its id alone, and in full when it may go on; or its client leaves."""
+        request_id = data.draw(st.sampled_from(list(self.paused)))
+        if leaves:
+            del self.paused[request_id]
+            assert self.directory.end_request(request_id, self.epoch_s) == []
+            assert self.directory.ask_again([request_id], self.epoch_s) == [None]
+            return
+        before = self._sizes()
+        [paused] = self.directory.ask_again([request_id], self.epoch_s)
+        assert self._sizes() == before
+        if paused is None:
+            self._admit(self.paused[request_id])
 
     @precondition(lambda self: self.admitted)
     @rule(data=st.data(), path=PATHS, avoided=st.sets(st.sampled_from(WORKERS)))
@@ -440,7 +458,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         try:
             admission, instructions = self.directory.admit(request, self.epoch_s)
         except PausedError as error:
-            assert request.attempt == 0 and error.paused.num_placed > 0
+            # Another session may be the next one, and have to ask yet.
+            assert request.attempt == 0 and error.paused.num_placed + error.paused.num_ahead > 0
+            self.paused[request.request_id] = request
             assert self._sizes() == before, "it may ask again, or never"
             return
         prefill, decode = admission.prefill, admission.decode
@@ -455,6 +475,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert prefill != decode or not admission.decode_awaited
         leased = [instruction.segment for instruction in instructions if isinstance(instruction, DeliverSegment)]
         self.admitted[request.request_id] = Admitted(request, admission, leased)
+        self.paused.pop(request.request_id, None)
         self.workers[prefill].owed |= set(admission.prefill_awaited) - self.workers[prefill].pool
         self.workers[decode].owed |= set(admission.decode_awaited) - self.workers[decode].pool
         self._carry_out(instructions)
