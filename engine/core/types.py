@@ -188,13 +188,28 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A low-rank adapter of the model (LoRA, arXiv 2106.09685)."""
+
+    name: str
+    """Name in the API, in place of the model's. Two adapters may have one name, one after the other."""
+    folder: str
+    """Folder of its files, on every worker's node."""
+    digest: bytes
+    """Digest of its weights and their scaling: the same name with other weights is another adapter."""
+
+
+@dataclass(frozen=True, slots=True)
 class Salt:
-    """Sharing domain of a sequence's KV; the ingress derives it from the tenant (`raydix.engine.core.tenants`)."""
+    """Sharing domain of a sequence's KV; the ingress derives it from the tenant (`raydix.engine.core.tenants`) and the
+    adapter."""
 
     private: bytes = b""
     """Blocks are shared among sequences of the same value."""
     num_public_tokens: int = 0
     """Leading public tokens; blocks wholly among the public tokens are shared with everyone."""
+    adapter: bytes = b""
+    """Digest of the adapter that the KV is computed with (`Adapter.digest`); empty: the model alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +298,8 @@ class Assignment:
     is_suspect: bool = False
     """True if a worker may have died or fallen silent by this request: it begins alone
     (`raydix.engine.model.isolation`)."""
+    adapter: Adapter | None = None
+    """The adapter of every row of the request; None: the model alone. The salt has its digest."""
 
 
 class TokenEvent(NamedTuple):

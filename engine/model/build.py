@@ -13,6 +13,8 @@ from raydix.engine.core.settings import GIB, DraftLimits, EngineSettings, Schedu
 from raydix.engine.core.worker.block_pool import pool_of
 from raydix.engine.core.worker.drafts.budget import MAX_TOKENS as MAX_DRAFT_TOKENS
 from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.model.adapter_store import AdapterStore
+from raydix.engine.model.adapters import identify_adapters
 from raydix.engine.model.config import ModelConfig
 from raydix.engine.model.cuda import CudaGraphs
 from raydix.engine.model.cuda_kv_pool import CudaKVPool
@@ -49,7 +51,7 @@ def build_engine(
     identity = _identity(settings)
     config, max_model_len = identity.config, identity.max_model_len
     dtype, device = torch_dtype(settings.dtype), torch.device(_device(settings))
-    grammars = drafter = decoder = None
+    grammars = drafter = decoder = adapters = None
     if not computes_nothing(settings.source):
         decoder = Decoder.from_folder(
             identity.folder,
@@ -63,6 +65,9 @@ def build_engine(
         )
         grammars = make_grammars(identity.folder, identity.vocab_size)
         drafter = make_drafter(decoder, settings.drafts, grammars)
+        adapters = AdapterStore(decoder)
+        for adapter in identify_adapters(dict(settings.adapters), config):
+            adapters.load(adapter)
     elif settings.source.startswith(SCRIPTED):
         grammars = make_grammars(identity.folder, identity.vocab_size)
 
@@ -72,7 +77,7 @@ def build_engine(
     runner: Runner = NullRunner(config.hidden_size)
     made_by = "null"
     if decoder is not None:
-        runner = make_runner(decoder, kv_pool, settings.limits, grammars, settings.drafts)
+        runner = make_runner(decoder, kv_pool, settings.limits, grammars, settings.drafts, adapters)
         made_by = arithmetic_of(device)
     elif grammars is not None:
         runner = ScriptedRunner(Tokenizer(identity.folder), read_script(identity.folder), grammars, config.hidden_size)
@@ -91,6 +96,7 @@ def build_engine(
         drafter=drafter,
         tenants=settings.tenants,
         pair_share=pair_share(config),
+        adapters=adapters,
     )
 
 
@@ -141,16 +147,17 @@ def make_runner(
     limits: SchedulerLimits,
     grammars: Grammars | None = None,
     drafts: DraftLimits | None = None,
+    adapters: AdapterStore | None = None,
 ) -> ModelRunner:
     """The runner for the device; on a GPU warm, and with the graphs that steps within `limits`, with drafts within
     `drafts`, may take."""
     if decoder.device.type != "cuda":
-        return ModelRunner(decoder, kv_pool, grammars)
+        return ModelRunner(decoder, kv_pool, grammars, adapters)
     max_drafted = 0
     if drafts is not None and decoder.has_independent_rows:
         max_drafted = min(MAX_DRAFT_TOKENS, limits.max_requests * drafts.depth)
     shapes = graph_shapes(limits.max_requests, decoder.max_position, kv_pool.block_size, max_drafted)
-    runner = CudaRunner(decoder, kv_pool, shapes, CudaGraphs(decoder.device), grammars=grammars)
+    runner = CudaRunner(decoder, kv_pool, shapes, CudaGraphs(decoder.device), grammars=grammars, adapters=adapters)
     runner.warm_up(limits.token_budget)
     return runner
 

@@ -10,8 +10,8 @@ from pinned memory fills, [rows, 4 + max_blocks]:
     token id, position, slot, context length, block table
 
 and returns the rows from which logits are computed. Logits and sampling are launched after the graph, while it runs.
-Any other step (a chunk of a prompt, scored positions, more rows than any graph takes) is launched kernel by kernel, by
-`ModelRunner`. Nothing waits for the device before the end of a step.
+Any other step (a chunk of a prompt, scored positions, rows of adapters, more rows than any graph takes) is launched
+kernel by kernel, by `ModelRunner`. Nothing waits for the device before the end of a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from raydix.engine.core.worker.step import RunnerOutput, ScheduledChunk, SchedulerOutput
+from raydix.engine.model.adapter_store import AdapterStore
 from raydix.engine.model.cuda import Graphs
 from raydix.engine.model.decoder import Decoder, ForwardBatch
 from raydix.engine.model.grammars import Grammars
 from raydix.engine.model.kv_pool import KVPool
-from raydix.engine.model.runner import ModelRunner, made_up_step
+from raydix.engine.model.runner import ModelRunner, have_adapters, made_up_step
 
 MAX_ROWS = 512
 MIN_TOKENS = 1024
@@ -124,8 +125,9 @@ class CudaRunner(ModelRunner):
         shapes: Sequence[GraphShape],
         graphs: Graphs,
         grammars: Grammars | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
-        super().__init__(decoder, kv_pool, grammars)
+        super().__init__(decoder, kv_pool, grammars, adapters)
         self.shapes = tuple(sorted(shapes))
         self._graphs = graphs
         self._warm_tokens = 0
@@ -151,7 +153,8 @@ class CudaRunner(ModelRunner):
 
     def hidden(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
         """Compute hidden states as `ModelRunner.hidden` does; of a graph the result lasts until the next step."""
-        shape = smallest_fitting(self.shapes, chunks)
+        # A graph has the products of the model alone.
+        shape = None if have_adapters(chunks) else smallest_fitting(self.shapes, chunks)
         if shape is None:
             return super().hidden(chunks)
         graph_input = self._inputs[shape]

@@ -21,6 +21,7 @@ from raydix.engine.core.settings import Quantization
 from raydix.engine.model.config import ExpertsConfig, ModelConfig, RopeConfig
 from raydix.engine.model.families import read_config
 from raydix.engine.model.kv_pool import KVPool
+from raydix.engine.model.lora import Lora, LoraLoader, LoraRows, add_loras
 from raydix.engine.model.mxfp4 import widened
 from raydix.engine.model.sizes import BLOCKS, SCALES
 from raydix.engine.model.weights import Checkpoint, TensorSource
@@ -54,6 +55,8 @@ class ForwardBatch:
     """[R] int64: tokens of the batch whose logits or hidden states are wanted."""
     max_query_len: int | None = None
     """Tokens of the longest chunk, if known."""
+    loras: tuple[LoraRows, ...] = ()
+    """Rows that are computed with adapters, each with one."""
 
 
 class Decoder:
@@ -169,7 +172,8 @@ class Decoder:
         residual_TE = functional.embedding(batch.token_ids, self._embedding)
         if self._embedding_scale is not None:
             residual_TE *= self._embedding_scale
-        if self._pass is None:
+        # A step without adapters takes no notice of them; one with them has the same bits in its other rows.
+        if self._pass is None or batch.loras:
             return self._layer_by_layer(residual_TE, batch, pool)
 
         return self._pass(
@@ -182,6 +186,18 @@ class Decoder:
             batch.context_lens,
             batch.logits_rows,
         )
+
+    def load_lora(self, folder: Path) -> Lora:
+        """Load the adapter in a folder, for rows of `ForwardBatch.loras`. Changes nothing, so any thread may do it.
+        Raises `StartupError` as `read_adapter`, and for numbers that are none."""
+        loader = LoraLoader(
+            self.config,
+            self.dtype,
+            self.device,
+            deterministic=self.deterministic,
+            qkv_order=lambda index: _qkv_order(self.config, self.config.rope_of_layer[index]),
+        )
+        return loader.load(folder)
 
     def _make_pass(self) -> DecoderPass | None:
         """Run all layers in one call, where the machine and the dtype allow it."""
@@ -208,7 +224,7 @@ class Decoder:
 
         for index, layer in enumerate(self._layers):
             keys, values = pool.layers[index]
-            query_THD = self._store_kv(x_TE, layer, keys, values, batch)
+            query_THD = self._store_kv(x_TE, index, keys, values, batch)
             if index == last and batch.logits_rows.numel() == 0:
                 return residual_TE.new_empty((0, config.hidden_size))
 
@@ -218,11 +234,12 @@ class Decoder:
                 residual_TE = residual_TE.index_select(0, batch.logits_rows)
 
             y_TE = linear(attended_TE, layer.output)
+            add_loras(y_TE, attended_TE, batch.loras, index, "output", wanted=index == last)
             if layer.attention_post_norm is not None:
                 y_TE = rms_norm(y_TE, layer.attention_post_norm, eps)
 
             x_TE, residual_TE = self._add(y_TE, residual_TE, layer.mlp_norm)
-            y_TE = self._mlp(x_TE, layer.mlp)
+            y_TE = self._mlp(x_TE, index, batch.loras)
             if layer.mlp_post_norm is not None:
                 y_TE = rms_norm(y_TE, layer.mlp_post_norm, eps)
 
@@ -230,10 +247,16 @@ class Decoder:
 
         return x_TE
 
-    def _mlp(self, x_TE: Tensor, mlp: DenseMLP | PackedExperts) -> Tensor:
+    def _mlp(self, x_TE: Tensor, index: int, loras: Sequence[LoraRows]) -> Tensor:
+        mlp, is_last = self._layers[index].mlp, index == self.config.num_layers - 1
         if isinstance(mlp, PackedExperts):
             return experts(x_TE, mlp)
-        return linear(silu_and_mul(linear(x_TE, mlp.gate_up), self.config.activation), mlp.down)
+        gate_up = linear(x_TE, mlp.gate_up)
+        add_loras(gate_up, x_TE, loras, index, "gate_up", wanted=is_last)
+        activated = silu_and_mul(gate_up, self.config.activation)
+        y_TE = linear(activated, mlp.down)
+        add_loras(y_TE, activated, loras, index, "down", wanted=is_last)
+        return y_TE
 
     def _add(self, y_TE: Tensor, residual_TE: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add to the residual stream; returns what the next product reads, and the stream."""
@@ -244,10 +267,11 @@ class Decoder:
             return total_TE, total_TE
         return rms_norm(y_TE, norm, self.config.rms_norm_eps, residual_TE)
 
-    def _store_kv(self, x_TE: Tensor, layer: LayerWeights, keys: Tensor, values: Tensor, batch: ForwardBatch) -> Tensor:
+    def _store_kv(self, x_TE: Tensor, index: int, keys: Tensor, values: Tensor, batch: ForwardBatch) -> Tensor:
         """Write a layer's keys and values of the batch's tokens; returns their queries, [T, H, D]."""
-        config = self.config
+        config, layer = self.config, self._layers[index]
         qkv = linear(x_TE, layer.qkv)
+        add_loras(qkv, x_TE, batch.loras, index, "qkv", wanted=False)
         q_norm, k_norm = layer.q_norm, layer.k_norm
         if config.qk_norm_spans_heads and q_norm is not None and k_norm is not None:
             # A norm over all heads cannot be done head by head in the kernel that rotates and stores.
@@ -404,14 +428,10 @@ class _Loader:
         names = [f"{prefix}qkv_proj"] if config.fused_qkv else [f"{prefix}{part}_proj" for part in ("q", "k", "v")]
         weight, bias = self._stacked(names, bias=config.attention_bias)
         # The rows are put in the kernels' order once here, instead of shuffling each query and key in each step.
-        order = _head_order(config.head_dim, rope)
-        if order is None:
+        rows = _qkv_order(config, rope)
+        if rows is None:
             return self.pack(weight, bias)
-
-        num_rotated = config.num_heads + config.num_kv_heads
-        starts = torch.arange(num_rotated)[:, None] * config.head_dim
-        rotated = (starts + order).flatten()
-        rows = torch.cat((rotated, torch.arange(len(rotated), weight.shape[0]))).to(self._device)
+        rows = rows.to(self._device)
         return self.pack(weight[rows], None if bias is None else bias[rows])
 
     def _head_norm(self, name: str, rope: RopeConfig | None) -> Tensor:
@@ -455,6 +475,17 @@ def _query_scale(config: ModelConfig, max_position: int, dtype: torch.dtype, dev
     weight, period = config.query_scaling
     steps = torch.arange(max_position, dtype=torch.float32).div(period).floor()
     return (1 + weight * torch.log(1 + steps)).to(device=device, dtype=dtype)
+
+
+def _qkv_order(config: ModelConfig, rope: RopeConfig | None) -> Tensor | None:
+    """The rows of the q, k and v projections, one below the other, as the kernels take them; None: it is the same."""
+    order = _head_order(config.head_dim, rope)
+    if order is None:
+        return None
+    starts = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * config.head_dim
+    rotated = (starts + order).flatten()
+    num_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return torch.cat((rotated, torch.arange(len(rotated), num_rows)))
 
 
 def _head_order(head_dim: int, rope: RopeConfig | None) -> Tensor | None:

@@ -35,6 +35,7 @@ from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.core.worker.step import CopyBlock, ExportedBlocks, Move, SchedulerOutput, SwapDrop, SwapIn, SwapOut
 from raydix.engine.core.worker.swaps import SwapPolicy
 from raydix.engine.core.worker.transfers import IncomingBlocks
+from raydix.engine.model.adapter_store import AdapterStore
 from raydix.engine.model.grammars import Grammars
 from raydix.engine.model.isolation import run_isolated, still_runs
 from raydix.engine.model.runner import Runner
@@ -143,6 +144,7 @@ class Engine:
         drafter: Drafter | None = None,
         tenants: Sequence[Tenant] = (),
         pair_share: float = 0.0,
+        adapters: AdapterStore | None = None,
     ) -> None:
         """`pair_share`: of the model (`WorkerCosts.pair_share`)."""
         self.runner = runner
@@ -153,6 +155,8 @@ class Engine:
         """None: this model's answers follow no grammar."""
         self.drafter = drafter
         """None: no drafts."""
+        self.adapters = adapters
+        """None: nothing is computed, with adapters or without."""
         self._refusals: list[TokenEvent] = []
         self._note_work: NoteWork = note_nothing
 
@@ -191,6 +195,8 @@ class Engine:
             self._note_work(())
 
     def _submit(self, assignment: Assignment, now: float) -> None:
+        if assignment.adapter is not None and self.adapters is not None:
+            self.adapters.require(assignment.adapter)
         self.scheduler.submit(assignment, self.root, now)
         grammar = assignment.sampling.grammar
         if grammar is None:

@@ -1,6 +1,7 @@
 """Runs one scheduled step on the model: builds the batch, runs the decoder, samples, scores and pools."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -13,10 +14,12 @@ from raydix.engine.core.types import Assignment, SamplingParams, Stage, TokenLog
 from raydix.engine.core.worker.drafts.rows import rows_of, sampled_by_request
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.step import RunnerOutput, SampledToken, ScheduledChunk, SchedulerOutput
+from raydix.engine.model.adapter_store import AdapterStore
 from raydix.engine.model.cuda import upload
 from raydix.engine.model.decoder import Decoder, ForwardBatch
 from raydix.engine.model.grammars import Grammars
 from raydix.engine.model.kv_pool import KVPool
+from raydix.engine.model.lora import LoraRows
 from raydix.engine.model.pooling import pooled_states, sums_of
 from raydix.engine.model.sampler import sample_requests, score_tokens
 from raydix.engine.model.sizes import SCORED_ROWS
@@ -41,10 +44,17 @@ class Runner(Protocol):
 class ModelRunner:
     """The decoder over a paged KV pool."""
 
-    def __init__(self, decoder: Decoder, kv_pool: KVPool, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_pool: KVPool,
+        grammars: Grammars | None = None,
+        adapters: AdapterStore | None = None,
+    ) -> None:
         self.decoder = decoder
         self.kv_pool = kv_pool
         self.grammars = grammars
+        self.adapters = adapters
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> RunnerOutput:
@@ -80,7 +90,10 @@ class ModelRunner:
     def hidden(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
         """Compute the rows for the step's logits (`rows_of` the chunks), then one per scored position, then one per
         pooled position."""
-        return self.decoder.hidden(build_batch(chunks, self.kv_pool.block_size, self.kv_pool.device), self.kv_pool)
+        batch = build_batch(chunks, self.kv_pool.block_size, self.kv_pool.device)
+        if self.adapters is not None and have_adapters(chunks):
+            batch = replace(batch, loras=lora_rows(chunks, self.adapters, self.kv_pool.device))
+        return self.decoder.hidden(batch, self.kv_pool)
 
     def _score(self, hidden: Tensor, chunks: Sequence[ScheduledChunk]) -> dict[str, list[TokenLogprobs]]:
         """The scores of each chunk; `hidden` has the rows of all their scored positions, [num_scored, hidden_size]."""
@@ -227,6 +240,30 @@ def lay_out(spans: Sequence[Span], wanted_rows: Sequence[int], block_size: int, 
         logits_rows=upload(wanted_rows, torch.int64, device),
         max_query_len=max(len(span.token_ids) for span in spans),
     )
+
+
+def have_adapters(chunks: Sequence[ScheduledChunk]) -> bool:
+    """True if a chunk is computed with an adapter."""
+    return any(chunk.request.assignment.adapter is not None for chunk in chunks)
+
+
+def lora_rows(chunks: Sequence[ScheduledChunk], adapters: AdapterStore, device: torch.device) -> tuple[LoraRows, ...]:
+    """The rows of each adapter in a step."""
+    tokens: dict[bytes, list[range]] = {}
+    first = 0
+    for chunk in chunks:
+        if (adapter := chunk.request.assignment.adapter) is not None:
+            tokens.setdefault(adapter.digest, []).append(range(first, first + chunk.num_tokens))
+        first += chunk.num_tokens
+
+    groups, wanted = [], np.array(_wanted_rows(chunks), np.int64)
+    for digest, ranges in tokens.items():
+        rows = np.concatenate([np.arange(each.start, each.stop) for each in ranges])
+        places = np.flatnonzero(np.isin(wanted, rows))
+        groups.append(
+            LoraRows(adapters[digest], upload(rows, torch.int64, device), upload(places, torch.int64, device))
+        )
+    return tuple(groups)
 
 
 def _wanted_rows(chunks: Sequence[ScheduledChunk]) -> list[int]:

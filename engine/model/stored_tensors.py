@@ -33,7 +33,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     (`text_names`); raises `StartupError` if there are no files."""
     stored: dict[str, StoredTensor] = {}
     for path in _weight_files(folder):
-        stored.update(_read_header(path))
+        stored.update(read_tensors(path))
     names = text_names(stored)
     return {names[name]: tensor for name, tensor in stored.items() if name in names}
 
@@ -83,7 +83,8 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def read_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of one safetensors file, by its name in the file; raises `StartupError` if it cannot be read."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

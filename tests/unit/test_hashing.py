@@ -29,6 +29,18 @@ def test_known_vectors() -> None:
     ]
 
 
+def test_an_adapter_names_every_block_public_ones_too() -> None:
+    """By the digest of its weights, and nothing else: the same private salt does not bring two of them together."""
+    root, tokens = root_hash("m"), list(range(8))
+    digests = (b"", b"a" * DIGEST_BYTES, b"b" * DIGEST_BYTES)
+    for num_public in (0, 3, 8):
+        chains = [BlockChain(root, Salt(b"salt", num_public, adapter), 2).hashes(tokens) for adapter in digests]
+        assert len({name for chain in chains for name in chain}) == 12
+
+    salts = [salt_of("tenant", salt, adapter=adapter) for salt in (None, "a") for adapter in digests]
+    assert len({salt.private for salt in salts}) == len(salts), "of past answers"
+
+
 @given(token_ids=TOKENS, block_size=st.integers(1, 8))
 def test_chain_is_the_fold_of_single_blocks(token_ids: list[int], block_size: int) -> None:
     parent = root_hash("m")

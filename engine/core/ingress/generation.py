@@ -19,6 +19,7 @@ from raydix.engine.core.hashing import BlockChain
 from raydix.engine.core.ingress.cluster_view import ModelFacts
 from raydix.engine.core.objectives import LATE_PRIORITY, NO_OBJECTIVES, Objectives
 from raydix.engine.core.types import (
+    Adapter,
     Admission,
     AdmitRequest,
     Assignment,
@@ -50,6 +51,8 @@ class Generation:
     sampling: SamplingParams
     salt: Salt
     cache: CacheHints
+    adapter: Adapter | None = None
+    """Adapter as `Assignment.adapter`."""
     session: str | None = None
     priority: int = 0
     """Priority as `Assignment.priority`."""
@@ -184,6 +187,7 @@ class Generation:
                     prediction=() if stage is Stage.PREFILL else self.prediction,
                     continuations=() if stage is Stage.PREFILL else admission.continuations,
                     is_suspect=bool(self.stopped),
+                    adapter=self.adapter,
                 ),
             )
             for worker_id, stage, awaited, epoch in (whole if admission.prefill == admission.decode else split)
@@ -210,6 +214,7 @@ class Generation:
             salt=self.salt,
             cache=self.cache,
             is_idle=True,
+            adapter=self.adapter,
         )
 
     def admit_request(
