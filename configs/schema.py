@@ -26,6 +26,8 @@ def _number_unless_auto(value: object) -> object:
 
 
 Beginning = Annotated[str, StringConstraints(min_length=4, max_length=100)]
+AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}$")]
+FolderName = Annotated[str, StringConstraints(min_length=1)]
 HostName = Annotated[str, StringConstraints(min_length=1, to_lower=True)]
 
 
@@ -64,6 +66,11 @@ class ModelSection(Section):
     special_tokens_in_messages: Annotated[bool, Effect.INGRESS] = Field(
         default=False,
         description="Whether the name of a special token in a chat's message becomes that token; false: it stays text.",
+    )
+    adapters: Annotated[dict[AdapterName, FolderName], Effect.INGRESS_AND_WORKERS] = Field(
+        default_factory=dict,
+        description="Folders of adapters (LoRA, as PEFT writes them) by the names that a request's `model` gives them. "
+        "Every node needs the folders.",
     )
     tool_parser: Annotated[Literal["hermes", "llama3", "mistral", "pythonic"] | None, Effect.INGRESS] = Field(
         default=None,
@@ -341,6 +348,11 @@ class TenantSection(Section):
         le=100,
         description="Its part of computing, and of the memory for stored responses and transcripts, where tenants want "
         "more than there is: in the ratio of all tenants' weights.",
+    )
+    adapters: tuple[str, ...] = Field(
+        default=(),
+        description="Names of adapters (model.adapters) that only this tenant may use, with other tenants that list "
+        "them, and administrators. An adapter that no tenant lists is everyone's.",
     )
 
     @model_validator(mode="after")

@@ -59,6 +59,7 @@ def settings_of(arguments: WorkerArguments, live: WorkerLive) -> EngineSettings:
         limits=step_limits(live),
         swap_bytes=int(cache.swap_gib * GIB),
         drafts=_draft_limits(arguments),
+        adapters=tuple(model.adapters.items()),
     )
 
 
@@ -160,6 +161,7 @@ def configured_tenants(config: Config) -> tuple[Tenant, ...]:
             max_requests=tenant.max_requests,
             min_priority=tenant.min_priority,
             weight=tenant.weight,
+            adapters=tenant.adapters,
         )
         for tenant in config.tenants
     )

@@ -27,7 +27,8 @@ from raydix.engine.core.ingress.cluster_view import ModelFacts
 from raydix.engine.core.ingress.parsers import TOOL_FORMATS, ToolFormat
 from raydix.engine.core.ingress.room import Room
 from raydix.engine.core.settings import GIB
-from raydix.engine.core.types import DraftSource, Pooling
+from raydix.engine.core.types import Adapter, DraftSource, Pooling
+from raydix.engine.model.adapters import identify_adapters
 from raydix.engine.model.chats import reasoning_format, tool_format
 from raydix.engine.model.identity import ModelIdentity, identify
 from raydix.engine.model.sources import cache_folder, model_name
@@ -43,7 +44,7 @@ from raydix.engine.serving.reader_pool import RequestReader
 from raydix.engine.serving.reader_work import ReadingFacts
 from raydix.engine.serving.rendering import Rendering, RenderThread
 from raydix.engine.serving.request_table import RequestTable
-from raydix.engine.serving.served_model import ServedModel
+from raydix.engine.serving.served_model import ServedModel, ServedModels
 from raydix.engine.serving.stored_responses import StoredResponses
 from raydix.engine.serving.tokenization import Tokenization
 from raydix.engine.serving.transcripts import Transcripts
@@ -73,6 +74,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
     model = _model(config)
     reader = _reader(config, model)
     all_tenants = tenants(config)
+    models = ServedModels(model.served, _adapters(config, model), all_tenants)
     metrics = IngressMetrics(all_tenants.names, replica_id, ROUTES, runtime.request_metrics())
     manager = ManagerLink(runtime)
     room = Room(replica_limits(config).max_requests, all_tenants)
@@ -89,10 +91,10 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
     output = OutputProcessor(dispatcher.generate, dispatcher.stopped, chats, prefix_caching=config.cache.prefix_caching)
     rendering = Rendering(output.pieces, model.vocabulary.bytes_of, RenderThread())
     parts = FrontendParts(
-        model=model.served,
+        models=models,
         tenants=all_tenants,
         cache=CacheOperations(manager, model.tokenizer.decode, records),
-        tokenization=Tokenization(reader, room, _description(model) if config.http.tokenizer_info else None),
+        tokenization=Tokenization(reader, room, models, _description(model) if config.http.tokenizer_info else None),
         room=room,
         reader=reader,
         dispatcher=dispatcher,
@@ -107,6 +109,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
             # Asked anew each time: the root is known once workers have registered, and changes with their arithmetic.
             root=lambda: dispatcher.root,
             records=records,
+            models=models,
         ),
         output=output,
         responses=responses,
@@ -206,6 +209,13 @@ def _model(config: Config) -> _Model:
         tool_format=TOOL_FORMATS[config.model.tool_parser or tool_format(tokenizer)],
         has_reasoning=reasoning == "think",
     )
+
+
+def _adapters(config: Config, model: _Model) -> tuple[Adapter, ...]:
+    """The configured adapters. Raises StartupError for one that cannot be used, or has the model's name."""
+    if model.served.name in config.model.adapters:
+        raise StartupError(f"model.adapters: {model.served.name} is the name of the model itself")
+    return identify_adapters(config.model.adapters, model.identity.config)
 
 
 def _description(model: _Model) -> Mapping[str, object]:

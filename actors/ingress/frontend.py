@@ -23,7 +23,7 @@ from raydix.engine.api.spec import Api
 from raydix.engine.core.errors import RaydixError, ServiceError
 from raydix.engine.core.ingress.answer_room import AnswerRoom, RoomClaim
 from raydix.engine.core.ingress.room import Allowance, Room
-from raydix.engine.core.tenants import Tenant, Tenants
+from raydix.engine.core.tenants import EVERYONE, Tenant, Tenants
 from raydix.engine.serving.accounting import BATCH, Accounting, internal_error
 from raydix.engine.serving.background_responses import BackgroundResponses
 from raydix.engine.serving.compaction import Compaction
@@ -34,7 +34,7 @@ from raydix.engine.serving.preparation import Preparation
 from raydix.engine.serving.reader_pool import RequestReader
 from raydix.engine.serving.rendering import Renderer, Rendering, joined
 from raydix.engine.serving.request_table import RequestTable
-from raydix.engine.serving.served_model import ServedModel
+from raydix.engine.serving.served_model import ServedModels
 from raydix.engine.serving.stored_responses import StoredResponses
 from raydix.engine.serving.tokenization import Tokenization
 
@@ -61,7 +61,7 @@ class ReplicaLimits:
 class FrontendParts:
     """The parts of one replica's frontend, and the served model."""
 
-    model: ServedModel
+    models: ServedModels
     tenants: Tenants
     cache: CacheOperations
     tokenization: Tokenization
@@ -90,7 +90,7 @@ class Frontend:
         self.accounting = parts.accounting
         self.requests = parts.requests
         self.metrics = parts.metrics
-        self._model = parts.model
+        self._models = parts.models
         self._room = parts.room
         self._reader = parts.reader
         self._dispatcher = parts.dispatcher
@@ -136,12 +136,20 @@ class Frontend:
         if not await self._dispatcher.can_serve():
             raise ServiceError("no worker is ready", retry_after_s=5)
 
-    def model_object(self, name: str | None = None) -> Json:
-        """The model that is served. Raises ModelNotFoundError if `name` is another model's."""
-        if name is not None:
-            self._reader.check_model(name)
-        model = self._model
-        return model_object(model.name, created=model.created, max_model_len=model.max_model_len)
+    def model_object(self, name: str | None = None, tenant: Tenant = EVERYONE) -> Json:
+        """The model that is served, or that one of a tenant's which has this name. Raises ModelNotFoundError if there
+        is none."""
+        model, adapter = self._models.model, self._models.adapter(name, tenant)
+        return model_object(
+            model.name,
+            created=model.created,
+            max_model_len=model.max_model_len,
+            adapter=None if adapter is None else adapter.name,
+        )
+
+    def model_objects(self, tenant: Tenant) -> list[Json]:
+        """The model that is served, and each adapter of it that the tenant's requests may name."""
+        return [self.model_object(name, tenant) for name in self._models.names(tenant)]
 
     def allowance(self, tenant: Tenant) -> Allowance:
         """Limit of the tenant's requests under way, and what is left of it."""
@@ -170,7 +178,7 @@ class Frontend:
     @asynccontextmanager
     async def answer_room(self, *jobs: Job) -> AsyncGenerator[None]:
         """Hold memory for the jobs' answers, where they may be large, until the block ends; waits for it first."""
-        num_bytes = sum(job.held_bytes(self._model.hidden_size) for job in jobs)
+        num_bytes = sum(job.held_bytes(self._models.model.hidden_size) for job in jobs)
         # Most answers are small, and wait for nobody.
         if num_bytes < SMALL_BYTES:
             yield

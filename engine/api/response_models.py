@@ -304,14 +304,14 @@ class ErrorResponse(Shape):
 
 
 class Model(Shape):
-    """A model that is served."""
+    """The model that is served, or an adapter of it."""
 
     id: str = Field(description="Its name in requests.")
     object: Literal["model"] = Field(description="Kind of the object.")
     created: int = Field(description="Seconds since 1970.")
     owned_by: str = Field(description="Always raydix.")
-    root: str = Field(description="vLLM: the model itself.")
-    parent: None = Field(description="vLLM: always null.")
+    root: str = Field(description="vLLM: the same as `id`.")
+    parent: str | None = Field(description="vLLM: of an adapter the name of the model; null for the model itself.")
     max_model_len: int = Field(description="vLLM: longest prompt plus answer, in tokens.")
     type: Literal["model"] = Field(description="Anthropic: kind of the object.")
     display_name: str = Field(description="Anthropic: the name.")
@@ -321,7 +321,7 @@ class Model(Shape):
 
 
 class ModelList(Shape):
-    """The models that are served: one."""
+    """The models that are served: one, and its adapters."""
 
     object: Literal["list"] = Field(description="Kind of the object.")
     data: list[Model] = Field(description="The models.")

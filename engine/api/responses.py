@@ -236,19 +236,20 @@ def _of_prompt(choice: Choice) -> Json:
     }
 
 
-def model_object(model: str, *, created: int, max_model_len: int) -> Json:
-    """Describe a model as `/v1/models/{model}` does; `root`, `parent` and `max_model_len` (tokens) are
-    vLLM's additions: the model is derived from no other one. From `type` on the fields are Anthropic's."""
+def model_object(model: str, *, created: int, max_model_len: int, adapter: str | None = None) -> Json:
+    """Describe a model as `/v1/models/{model}` does, or an adapter of the model; `root`, `parent` and `max_model_len`
+    (tokens) are vLLM's additions. From `type` on the fields are Anthropic's."""
+    name = model if adapter is None else adapter
     return {
-        "id": model,
+        "id": name,
         "object": "model",
         "created": created,
         "owned_by": "raydix",
-        "root": model,
-        "parent": None,
+        "root": name,
+        "parent": None if adapter is None else model,
         "max_model_len": max_model_len,
         "type": "model",
-        "display_name": model,
+        "display_name": name,
         "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
         "max_input_tokens": max_model_len,

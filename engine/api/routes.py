@@ -529,7 +529,7 @@ MODELS = Route(
     method="GET",
     path="/v1/models",
     name="models",
-    sentence="The model that is served, with its context length.",
+    sentence="The model that is served, with its context length, and its adapters.",
     response=ModelList,
 )
 
@@ -537,7 +537,7 @@ MODEL = Route(
     method="GET",
     path="/v1/models/{name:path}",
     name="model",
-    sentence="The served model, if it has this name; 404 for another one.",
+    sentence="The served model, or the adapter of it, that has this name; 404 for another name.",
     response=Model,
     errors=(ModelNotFoundError,),
 )

@@ -110,6 +110,7 @@ def log_request(job: Job, finished: FinishedRequest, *, num_cached: int, duratio
             ttft_s=None if ttft_s is None else round(ttft_s, 4),
             duration_s=round(duration_s, 4),
             ignored=list(job.spec.ignored),
+            adapter=None if generations[0].adapter is None else generations[0].adapter.name,
         ),
     )
 

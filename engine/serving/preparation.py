@@ -26,6 +26,7 @@ from raydix.engine.api.spec import GenerationSpec, sampling_params
 from raydix.engine.core.answers.prompt_form import ChatEnd
 from raydix.engine.core.divergence import PromptPart, PromptRecord
 from raydix.engine.core.errors import AnswerChangedError, RequestError
+from raydix.engine.core.hashing import adapted
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.parsers import HERMES, LLAMA3, ToolFormat
 from raydix.engine.core.ingress.parsers.answer import AnswerParser, AssembledMessage
@@ -35,14 +36,14 @@ from raydix.engine.core.ingress.parsers.reasoning import REASONING_TAGS, Reasoni
 from raydix.engine.core.ingress.room import Permit, Room
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives, WhenLate
 from raydix.engine.core.tenants import Tenant, num_public_tokens, salt_of
-from raydix.engine.core.types import BlockHash, CacheHints, CacheMark, Pooling, Salt
+from raydix.engine.core.types import Adapter, BlockHash, CacheHints, CacheMark, Pooling, Salt
 from raydix.engine.serving.chats import Chat, Chats
 from raydix.engine.serving.job import Answer, Job
 from raydix.engine.serving.kept_conversations import KeptConversations
 from raydix.engine.serving.prompt_records import PromptRecords
 from raydix.engine.serving.reader_pool import RequestReader, size_of
 from raydix.engine.serving.reader_work import Conversations, Reading, Request
-from raydix.engine.serving.served_model import ServedModel
+from raydix.engine.serving.served_model import ServedModel, ServedModels
 from raydix.engine.serving.stored_responses import StoredResponses
 from raydix.engine.serving.vocabulary import Vocabulary
 
@@ -190,6 +191,15 @@ def _hand_out(permits: list[Permit], answers: Sequence[Answer]) -> None:
             answer.permit = permits.pop()
 
 
+def _require_same(began: str | None, served: str | None) -> None:
+    """Raise AnswerChangedError if an answer that one model began would go on with another one."""
+    # Before the workers have registered the fingerprint is not known, and the same model is assumed.
+    if None not in (began, served) and began != served:
+        raise AnswerChangedError(
+            f"The response cannot be generated with the same bits: {began} began it, and {served} is served now."
+        )
+
+
 class Preparation:
     """Makes jobs of requests. `root` stands for the model and the arithmetic of the workers, once these are known."""
 
@@ -205,9 +215,11 @@ class Preparation:
         vocabulary: Vocabulary,
         root: Callable[[], BlockHash | None],
         records: PromptRecords,
+        models: ServedModels | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._facts = facts
+        self._models = models or ServedModels(facts.model)
         self._records = records
         self._reader = reader
         self._room = room
@@ -255,12 +267,13 @@ class Preparation:
                 for number, reading in enumerate(readings):
                     spec = headers.completed(reading.spec)
                     tenant.require_priority(spec.service.priority)
+                    adapter = self._models.adapter(spec.model, tenant)
                     own = _request_id(spec, headers.name, unique)
-                    origin = self._new_origin(own)
+                    origin = self._new_origin(own, self._fingerprint(adapter))
                     unique_id = f"{own}-{number}-{secrets.token_hex(4)}"
-                    answers = await self._answers(replace(reading, spec=spec), tenant, origin, unique_id)
+                    answers = await self._answers(replace(reading, spec=spec), tenant, origin, unique_id, adapter)
                     _hand_out([permits.pop()], answers)
-                    head = self._head(spec, origin)
+                    head = self._head(spec, origin, adapter)
                     jobs.append(Job(f"{own}-{number}", spec, tenant, head, answers, arrived_at))
             except BaseException:
                 for job in jobs:
@@ -287,13 +300,6 @@ class Preparation:
     async def again(self, run: Run, tenant: Tenant) -> Job:
         """The job of a response in the background that is generated again, with the same bits; errors as `of_body`, and
         AnswerChangedError if another model is served now."""
-        fingerprint = system_fingerprint(self._root())
-        # Before the workers have registered the fingerprint is not known, and the same model is assumed.
-        if None not in (run.origin.fingerprint, fingerprint) and run.origin.fingerprint != fingerprint:
-            raise AnswerChangedError(
-                f"The response cannot be generated with the same bits: {run.origin.fingerprint} began it, and "
-                f"{fingerprint} is served now."
-            )
         request = ("responses", run.body)
         headers = RequestHeaders(session=run.session, name=run.origin.name)
         return await self._prepare(request, len(run.body), tenant, headers, origin=run.origin, earlier=run.earlier)
@@ -329,7 +335,12 @@ class Preparation:
         if is_line:
             spec = _as_line(spec)
         self._check(spec, tenant, start)
-        request_id, origin = self._named(spec, headers.name, start, origin)
+        adapter = self._models.adapter(spec.model, tenant)
+        fingerprint = self._fingerprint(adapter)
+        if origin is not None:
+            _require_same(origin.fingerprint, fingerprint)
+        new_origin = partial(self._new_origin, fingerprint=fingerprint)
+        request_id, origin = self._named(spec, headers.name, start, origin, new_origin)
         # A line with a thousand inputs leaves room for the other lines of the batch.
         most = min(room.most(tenant), room.max_requests // LINES_AT_ONCE) if is_line else room.most(tenant)
         with room.reserve(_num_permits(spec, most), tenant) as permits:
@@ -337,9 +348,9 @@ class Preparation:
                 request_id=request_id,
                 spec=spec,
                 tenant=tenant,
-                head=self._head(spec, origin),
+                head=self._head(spec, origin, adapter),
                 answers=await self._answers(
-                    replace(reading, spec=spec), tenant, origin, _unique_id(spec, request_id, origin)
+                    replace(reading, spec=spec), tenant, origin, _unique_id(spec, request_id, origin), adapter
                 ),
                 arrived_at=arrived_at,
                 marked_tokens=reading.marked_tokens,
@@ -388,6 +399,8 @@ class Preparation:
         it was when an answer was first asked for."""
         with room.reserve(1, tenant):
             reading = await self._reader.read(request, size, tenant.name)
+            # Looked up here, and not where requests are read: the names are a tenant's, and change while readers live.
+            self._models.adapter(reading.spec.model, tenant)
             if reading.spec.is_unresolved:
                 whole = await self._going_on(reading.spec, tenant, earlier)
                 assert whole.turn is not None
@@ -413,7 +426,12 @@ class Preparation:
         return replace(spec, turn=replace(turn, is_whole=True, earlier=earlier))
 
     def _named(
-        self, spec: GenerationSpec, name: str | None, start: StreamStart | None, given: Origin | None
+        self,
+        spec: GenerationSpec,
+        name: str | None,
+        start: StreamStart | None,
+        given: Origin | None,
+        new_origin: Callable[[str], Origin],
     ) -> tuple[str, Origin]:
         """Id of a request, and the origin of its answer: the `given` or a new one, or that of the stream to go on with.
 
@@ -423,25 +441,32 @@ class Preparation:
         """
         unique = uuid.uuid4().hex
         request_id = _request_id(spec, name, unique)
-        origin = given or self._new_origin(request_id if spec.turn is None else unique)
+        origin = given or new_origin(request_id if spec.turn is None else unique)
         if start is not None:
             origin = start.origin(origin)
             request_id = spec.service.request_id or origin.name
         return origin.name if spec.turn is None else request_id, origin
 
-    def _new_origin(self, name: str) -> Origin:
-        return Origin(name, int(time.time()), secrets.randbits(62), system_fingerprint(self._root()))
+    def _new_origin(self, name: str, fingerprint: str | None) -> Origin:
+        return Origin(name, int(time.time()), secrets.randbits(62), fingerprint)
 
-    def _head(self, spec: GenerationSpec, origin: Origin) -> ResponseHead:
+    def _fingerprint(self, adapter: Adapter | None) -> str | None:
+        """Name of everything that the bits of an answer with this adapter depend on, once it is known."""
+        root = self._root()
+        return system_fingerprint(root if root is None or adapter is None else adapted(root, adapter.digest))
+
+    def _head(self, spec: GenerationSpec, origin: Origin, adapter: Adapter | None) -> ResponseHead:
         return ResponseHead(
             kind=spec.kind,
             id=response_id(spec, origin.name),
             created=origin.created,
-            model=self._facts.model.name,
+            model=self._facts.model.name if adapter is None else adapter.name,
             system_fingerprint=origin.fingerprint,
         )
 
-    async def _answers(self, reading: Reading, tenant: Tenant, origin: Origin, unique_id: str) -> list[Answer]:
+    async def _answers(
+        self, reading: Reading, tenant: Tenant, origin: Origin, unique_id: str, adapter: Adapter | None
+    ) -> list[Answer]:
         """Make an answer for each choice of each prompt."""
         spec = reading.spec
         chat: Chat | None = None
@@ -466,6 +491,7 @@ class Preparation:
                     index=index,
                     default_seed=origin.seed,
                     prediction=prediction,
+                    adapter=adapter,
                 )
                 generation.reasoning_turn = reasoning_turn
                 answers.append(self._answer(spec, generation, index, chat, origin))
@@ -484,6 +510,7 @@ class Preparation:
         index: int,
         default_seed: int,
         prediction: tuple[int, ...],
+        adapter: Adapter | None,
     ) -> Generation:
         sampling = sampling_params(
             spec,
@@ -498,8 +525,9 @@ class Preparation:
             request_id=request_id,
             prompt=prompt,
             sampling=sampling if spec.embedding is None else replace(sampling, pooling=self._facts.pooling),
-            salt=self._salt(spec, tenant, request_id, prompt),
+            salt=self._salt(spec, tenant, request_id, prompt, adapter),
             cache=hints,
+            adapter=adapter,
             session=spec.service.session_id or spec.service.user,
             priority=spec.service.priority,
             objectives=spec.service.objectives,
@@ -517,13 +545,22 @@ class Preparation:
             tuple(CacheMark(-(-num_tokens // block_size), MARKED_PRIORITY, mark.ttl_s) for mark, num_tokens in marks),
         )
 
-    def _salt(self, spec: GenerationSpec, tenant: Tenant, request_id: str, prompt: tuple[int, ...]) -> Salt:
+    def _salt(
+        self,
+        spec: GenerationSpec,
+        tenant: Tenant,
+        request_id: str,
+        prompt: tuple[int, ...],
+        adapter: Adapter | None,
+    ) -> Salt:
         """The sharing domain of a request's KV; without prefix caching the request's own."""
+        digest = b"" if adapter is None else adapter.digest
         if not self._facts.prefix_caching:
             # The request's own id is a salt that nobody else has, so nothing is shared without another switch in the
             # workers.
-            return salt_of(tenant.name, request_id)
-        return salt_of(tenant.name, spec.retention.salt, num_public_tokens(prompt, self._facts.public_prefixes))
+            return salt_of(tenant.name, request_id, adapter=digest)
+        num_public = num_public_tokens(prompt, self._facts.public_prefixes)
+        return salt_of(tenant.name, spec.retention.salt, num_public, adapter=digest)
 
     def _answer(
         self, spec: GenerationSpec, generation: Generation, index: int, chat: Chat | None, origin: Origin

@@ -134,10 +134,6 @@ class RequestReader:
         """End the processes beside."""
         await self._readers.close()
 
-    def check_model(self, name: str) -> None:
-        """Raise ModelNotFoundError unless `name` is the model's name."""
-        self._reader.check_model(name)
-
     async def read(self, request: Request, size: int, tenant: str = "") -> Reading:
         """The tokens of a request of about `size` bytes, its grammar in canonical form; errors as `Readers.read`."""
         reading: Reading = await self._answer(request, size, tenant)

@@ -81,6 +81,8 @@ class TokenRequest:
 
     route: TokenRoute
     body: bytes
+    models: tuple[str, ...]
+    """Names of models that the tenant's requests may have, the model's own first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from raydix.engine.api.tools import with_calls
 from raydix.engine.core.answers.prompt_form import ChatTemplate
 from raydix.engine.core.answers.reasoning_limit import tag_pieces
 from raydix.engine.core.answers.transcripts import EncodedText
-from raydix.engine.core.errors import ContextLengthError, ModelNotFoundError, RequestError
+from raydix.engine.core.errors import ContextLengthError, RequestError
 from raydix.engine.core.ingress.parsers.reasoning import REASONING_TAGS
 from raydix.engine.core.types import Grammar
 from raydix.engine.model.chats import encode_chat, next_turn, render_chat, tokens_before
@@ -38,6 +38,7 @@ from raydix.engine.serving.reader_work import (
     TokenRequest,
     Work,
 )
+from raydix.engine.serving.served_model import require_model
 
 MIN_SLICE = 16_384
 """Length of a slice in characters: so long that the cuts hardly change the number of tokens."""
@@ -84,7 +85,8 @@ class Reader:
         if isinstance(request, NextTurn):
             return self.next_turn(request)
         if isinstance(request, TokenRequest):
-            return (self.tokenize if request.route == "tokenize" else self.detokenize)(request.body)
+            answer = self.tokenize if request.route == "tokenize" else self.detokenize
+            return answer(request.body, request.models)
         if isinstance(request, Conversations):
             return self.read_all(request)
         return self.read(request)
@@ -159,12 +161,9 @@ class Reader:
         """Tokenize a request; one that goes on from a stored response only with the messages of that response.
 
         Raises:
-            ModelNotFoundError: the request names another model.
             ContextLengthError: a prompt and the answer do not fit into the context.
             RequestError: the prompt is not valid for the model.
         """
-        if spec.model is not None:
-            self.check_model(spec.model)
         # The messages of the response to go on from are elsewhere: the caller adds them, and the request is read again.
         if spec.is_unresolved:
             return Reading(spec)
@@ -235,8 +234,8 @@ class Reader:
         special = {name: token_id for name, token_id in ids.items() if token_id is not None}
         return with_calls(spec, calls.form, special)
 
-    def tokenize(self, body: bytes) -> bytes:
-        """Return the response to a body of `/tokenize`.
+    def tokenize(self, body: bytes, models: tuple[str, ...]) -> bytes:
+        """Return the response to a body of `/tokenize`, of a tenant whose requests may name these `models`.
 
         Raises:
             ModelNotFoundError: the request names another model.
@@ -245,7 +244,7 @@ class Reader:
         """
         spec = parse_tokenize(body)
         if spec.prompt.model is not None:
-            self.check_model(spec.prompt.model)
+            require_model(spec.prompt.model, models)
         limit = max(self._facts.model.max_model_len, MOST_COUNTED)
         if spec.prompt.kind == "chat":
             token_ids = self._chat_ids(spec.prompt, limit)[0].token_ids
@@ -259,22 +258,15 @@ class Reader:
         names = self._tokenizer.names(token_ids) if spec.return_token_strs else None
         return tokenize_body(token_ids, names, self._facts.model.max_model_len)
 
-    def detokenize(self, body: bytes) -> bytes:
-        """Return the response to a body of `/detokenize`. Raises RequestError."""
+    def detokenize(self, body: bytes, models: tuple[str, ...]) -> bytes:
+        """Return the response to a body of `/detokenize`; arguments as `tokenize`. Raises RequestError."""
         request = parse_detokenize(body)
         if request.model is not None:
-            self.check_model(request.model)
+            require_model(request.model, models)
         require_token_ids(request.tokens, self._facts.model.vocab_size, "tokens")
         return detokenize_body(
             self._tokenizer.decode(request.tokens, skip_special_tokens=bool(request.skip_special_tokens))
         )
-
-    def check_model(self, name: str) -> None:
-        """Raise ModelNotFoundError unless `name` is the model's name."""
-        if name != self._facts.model.name:
-            raise ModelNotFoundError(
-                f"The model '{name}' does not exist; this server has '{self._facts.model.name}'.", param="model"
-            )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the ids of words, each as it begins a text and as it stands behind a space."""

@@ -9,13 +9,21 @@ from raydix.engine.core.ingress.room import Room
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.serving.reader_pool import RequestReader
 from raydix.engine.serving.reader_work import TokenRequest, TokenRoute
+from raydix.engine.serving.served_model import ServedModels
 
 
 class Tokenization:
     """Answers bodies of `/tokenize` and `/detokenize`, and describes the tokenizer, if there is a `description`."""
 
-    def __init__(self, reader: RequestReader, room: Room, description: Mapping[str, object] | None = None) -> None:
+    def __init__(
+        self,
+        reader: RequestReader,
+        room: Room,
+        models: ServedModels,
+        description: Mapping[str, object] | None = None,
+    ) -> None:
         self._reader = reader
+        self._models = models
         self._room = room
         self._description = None if description is None else orjson.dumps(dict(description))
 
@@ -27,7 +35,7 @@ class Tokenization:
             ServiceError: there is no room for the request, or the reading failed.
         """
         with self._room.reserve(1, tenant):
-            return await self._reader.tokens(TokenRequest(route, body), tenant.name)
+            return await self._reader.tokens(TokenRequest(route, body, self._models.names(tenant)), tenant.name)
 
     def describe(self) -> bytes:
         """The response of `/tokenizer_info`. Raises NotFoundError where turned off."""

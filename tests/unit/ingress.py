@@ -27,7 +27,7 @@ from raydix.engine.api.routes import parse
 from raydix.engine.api.spec import GenerationSpec, Prompt
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
 from raydix.engine.core.answers.transcripts import EncodedText
-from raydix.engine.core.errors import ModelNotFoundError, ServiceError
+from raydix.engine.core.errors import ServiceError
 from raydix.engine.core.hashing import root_hash
 from raydix.engine.core.ingress.answer_room import AnswerRoom
 from raydix.engine.core.ingress.generation import Generation
@@ -35,7 +35,7 @@ from raydix.engine.core.ingress.parsers import HERMES, ToolFormat
 from raydix.engine.core.ingress.room import Room
 from raydix.engine.core.memory.response_store import ResponseStore
 from raydix.engine.core.tenants import EVERYONE, Tenants
-from raydix.engine.core.types import FinishReason, PromptEvent, TokenEvent, TokenLogprobs
+from raydix.engine.core.types import Adapter, FinishReason, PromptEvent, TokenEvent, TokenLogprobs
 from raydix.engine.model.tokenizer import RenderedChat, Tokenizer
 from raydix.engine.serving.accounting import Accounting, FinishedRequest, Refusals
 from raydix.engine.serving.answer_rendering import renderers
@@ -49,7 +49,7 @@ from raydix.engine.serving.reader_work import Conversations, NextTurn, Reading, 
 from raydix.engine.serving.reading import Reader
 from raydix.engine.serving.rendering import Rendering, RenderThread, joined
 from raydix.engine.serving.request_table import RequestTable
-from raydix.engine.serving.served_model import ServedModel
+from raydix.engine.serving.served_model import ServedModel, ServedModels
 from raydix.engine.serving.stored_responses import StoredResponses
 from raydix.engine.serving.tokenization import Tokenization
 from raydix.engine.serving.transcripts import Transcripts
@@ -142,18 +142,12 @@ class FakeReader(RequestReader):
     def limit(self, max_waiting_bytes: int, num_processes: int | None = None) -> None:
         self.max_waiting_bytes = max_waiting_bytes
 
-    def check_model(self, name: str) -> None:
-        if name != MODEL:
-            raise ModelNotFoundError(f"The model '{name}' does not exist.", param="model")
-
     async def read(self, request: Request, size: int, tenant: str = "") -> Reading:
         if self.failure is not None:
             raise self.failure
         spec = request
         if isinstance(spec, tuple):
             spec = parse(*spec)
-        if spec.model is not None:
-            self.check_model(spec.model)
         if spec.is_unresolved:
             return Reading(spec)
         if spec.turn is not None and spec.turn.earlier:
@@ -195,7 +189,8 @@ class FakeReader(RequestReader):
 
     async def tokens(self, request: TokenRequest, tenant: str = "") -> bytes:
         reader = self._real()
-        return reader.tokenize(request.body) if request.route == "tokenize" else reader.detokenize(request.body)
+        answer = reader.tokenize if request.route == "tokenize" else reader.detokenize
+        return answer(request.body, request.models)
 
     async def next_turn(self, turn: NextTurn, size: int) -> Sequence[int]:
         self.next_turns.append(turn)
@@ -403,6 +398,7 @@ class Replica:
         tool_format: ToolFormat = HERMES,
         has_reasoning: bool = False,
         description: Mapping[str, object] | None = None,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         tokenizer = LetterTokenizer(has_table=has_table)
         self._now = 0.0
@@ -426,6 +422,8 @@ class Replica:
         self.responses = StoredResponses(ManagerAnswers(self.manager), b"root", self.chats.shown)
         conversations = KeptConversations(ManagerAnswers(self.manager), b"root", self.chats.shown)
         model = ServedModel(MODEL, max_model_len, VOCAB, HIDDEN, created=1)
+        tenants = tenants or Tenants()
+        models = ServedModels(model, adapters, tenants)
         facts = PreparationFacts(
             model=model,
             eos_token_ids=(END,),
@@ -445,6 +443,7 @@ class Replica:
             vocabulary=vocabulary,
             root=lambda: ROOT,
             records=self.records,
+            models=models,
             clock=self.clock,
         )
         self.output = OutputProcessor(
@@ -460,10 +459,10 @@ class Replica:
         own = ReplicaMetrics("r", lambda: OWN_METRICS)
         metrics = ClusterMetrics(own, self.manager, lambda: (), LocalRuntime().find_worker)
         parts = FrontendParts(
-            model=model,
-            tenants=tenants or Tenants(),
+            models=models,
+            tenants=tenants,
             cache=CacheOperations(self.manager, tokenizer.decode, self.records),
-            tokenization=Tokenization(self.reader, self.room, description),
+            tokenization=Tokenization(self.reader, self.room, models, description),
             room=self.room,
             reader=self.reader,
             dispatcher=self.dispatcher,

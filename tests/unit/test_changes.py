@@ -42,6 +42,7 @@ CHANGED: dict[str, Any] = {
     "model.reasoning_parser": "think",
     "model.pooling": "last",
     "model.volatile_lines": ["x-date:"],
+    "model.adapters": {"sql": "/adapters/sql"},
     "http.unknown_fields": "ignore",
     "cache.eviction": "lru",
     "slo.when_late": "refuse",
@@ -65,6 +66,7 @@ CHANGED: dict[str, Any] = {
     "logging.recording": "/elsewhere",
     "tenants_file": "/elsewhere/tenants.yaml",
     "tenants.name": "bob",
+    "tenants.adapters": ["sql"],
     "tenants.key_hashes": [key_hash("rdx-another")],
 }
 """Other values of keys that are no numbers and no switches."""

@@ -162,8 +162,8 @@ def test_a_chat_has_the_tokens_that_an_answer_would_follow(fields: dict[str, Any
     reader = Reader(facts, TemplateTokenizer())
     body = json.dumps({"messages": CHAT[:1], **fields}).encode()
     chat = reader.read(parse_chat(body)).chat
-    assert chat is not None and json.loads(reader.tokenize(body))["tokens"] == list(chat.token_ids)
-    plain = json.loads(reader.tokenize(json.dumps({"messages": CHAT[:1]}).encode()))["tokens"]
+    assert chat is not None and json.loads(reader.tokenize(body, (MODEL,)))["tokens"] == list(chat.token_ids)
+    plain = json.loads(reader.tokenize(json.dumps({"messages": CHAT[:1]}).encode(), (MODEL,)))["tokens"]
     assert len(chat.token_ids) > len(plain)
 
 
@@ -173,6 +173,6 @@ def test_a_template_of_a_client_is_a_program_here_too() -> None:
     body = json.dumps({"messages": CHAT, "chat_template": "x"}).replace("_temp", "\\u005ftemp").encode()
     for is_allowed in (False, True):
         reader = Reader(replace(facts, chat_templates_in_requests=is_allowed), LetterTokenizer())
-        assert reader.runs_program(TokenRequest("tokenize", body)) is is_allowed
-        assert not reader.runs_program(TokenRequest("tokenize", b'{"prompt": "a"}'))
-        assert not reader.runs_program(TokenRequest("detokenize", b'{"tokens": [1]}'))
+        assert reader.runs_program(TokenRequest("tokenize", body, (MODEL,))) is is_allowed
+        assert not reader.runs_program(TokenRequest("tokenize", b'{"prompt": "a"}', (MODEL,)))
+        assert not reader.runs_program(TokenRequest("detokenize", b'{"tokens": [1]}', (MODEL,)))

@@ -430,7 +430,7 @@ def test_the_process_reads_as_this_one_does() -> None:
             assert await readers.read((route, body), len(body)) == here
         assert await readers.read(spec, 2) == reader().read(spec)
         with pytest.raises(ModelNotFoundError) as error:
-            await readers.read(("completion", completion("x", model="other")), 99)
+            await readers.read(TokenRequest("tokenize", b'{"prompt": "x", "model": "other"}', ("m",)), 99)
         assert error.value.param == "model"
 
     with_readers(work)
@@ -967,11 +967,11 @@ def test_what_reading_took_is_given_back() -> None:
 
 
 def tokens_of(**fields: Any) -> Any:
-    return json.loads(reader().tokenize(json.dumps(fields).encode()))
+    return json.loads(reader().tokenize(json.dumps(fields).encode(), ("m",)))
 
 
 def text_of(token_ids: list[int]) -> str:
-    return str(json.loads(reader().detokenize(json.dumps({"tokens": token_ids}).encode()))["prompt"])
+    return str(json.loads(reader().detokenize(json.dumps({"tokens": token_ids}).encode(), ("m",)))["prompt"])
 
 
 def test_a_text_s_tokens_are_those_of_its_completion_and_lead_back_to_it() -> None:
@@ -981,7 +981,7 @@ def test_a_text_s_tokens_are_those_of_its_completion_and_lead_back_to_it() -> No
     assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), CONTEXT)
     assert "<|im_start|>" in found["token_strs"]
     assert text_of(found["tokens"]) == text
-    shown = reader().detokenize(json.dumps({"tokens": found["tokens"], "skip_special_tokens": True}).encode())
+    shown = reader().detokenize(json.dumps({"tokens": found["tokens"], "skip_special_tokens": True}).encode(), ("m",))
     assert json.loads(shown)["prompt"] == text.replace("<|im_start|>", "")
 
 
@@ -1006,7 +1006,9 @@ def test_tokens_are_read_beside_when_there_are_many() -> None:
         requests = RequestReader(facts(), reader()._tokenizer, 1 << 20)
         requests.start()
         try:
-            return await requests.tokens(TokenRequest("tokenize", json.dumps({"prompt": "word " * 4000}).encode()))
+            return await requests.tokens(
+                TokenRequest("tokenize", json.dumps({"prompt": "word " * 4000}).encode(), ("m",))
+            )
         finally:
             await requests.close()
 

@@ -115,11 +115,11 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 
 async def models(request: Request) -> Response:
-    return json_response(models_body([replica(request).frontend.model_object()]))
+    return json_response(models_body(replica(request).frontend.model_objects(request.state.tenant)))
 
 
 async def model(request: Request, name: str) -> Response:
-    return json_response(model_body(replica(request).frontend.model_object(name)))
+    return json_response(model_body(replica(request).frontend.model_object(name, request.state.tenant)))
 
 
 async def requests(request: Request) -> Response:
