@@ -11,7 +11,7 @@
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raydix.engine.core.hashing import preferred, root_hash
 from raydix.engine.core.signs_of_life import SignsOfLife
@@ -88,16 +88,12 @@ class ClusterView:
         """Signs of life of followed workers."""
         self._doubted: dict[str, tuple[int, float]] = {}
         """Epoch of each worker that is doubted, and the end of the doubt."""
-        self._listed: frozenset[str] = frozenset()
-        """Workers of the manager's last list."""
-        self._leaving: frozenset[str] = frozenset()
-        """Workers that are about to stop."""
+        self._membership = Membership((), num_starting=0)
+        """The manager's last list."""
         self._searched: set[tuple[str, int]] = set()
         """Incarnations that are being looked for."""
         self._lost: dict[str, int] = {}
         """Epoch of the last incarnation of each worker that was found dead."""
-        self._num_starting = 0
-        self._starts_on_demand = False
         self._manager_answered_at = now
         self._sign_at = now
         """Last sign that a worker may come."""
@@ -110,10 +106,7 @@ class ClusterView:
     def update(self, membership: Membership, now: float) -> None:
         """Take over the manager's list of workers."""
         self._manager_answered_at = now
-        self._num_starting = membership.num_starting
-        self._starts_on_demand = membership.starts_on_demand
-        self._leaving = membership.leaving
-        self._listed = frozenset(worker.worker_id for worker in membership.workers)
+        self._membership = membership
         registered = {worker.worker_id: worker for worker in membership.workers if not self._is_dead(worker)}
         if membership.fingerprint is not None:
             self._check(membership.fingerprint)
@@ -127,13 +120,13 @@ class ClusterView:
 
     def no_update(self) -> None:
         """The manager did not list the workers: the workers of its last list are expected to live."""
-        self._num_starting = 0
+        self._membership = replace(self._membership, num_starting=0)
 
     def last_sign_at(self, now: float) -> float:
         """The last time at which a worker was known to be on its way: a host was starting one or would start one on
         demand, or the manager, with which a worker would register, was itself being replaced."""
         silent_s = now - self._manager_answered_at
-        is_expected = self._num_starting or self._starts_on_demand
+        is_expected = self._membership.num_starting or self._membership.starts_on_demand
         if is_expected or self._timeouts.manager_missed_s < silent_s < self._timeouts.manager_gone_s:
             self._sign_at = now
         return self._sign_at
@@ -143,12 +136,12 @@ class ClusterView:
     @property
     def can_serve(self) -> bool:
         """True if some worker can be expected to take a request."""
-        return bool(self._registered) or self._starts_on_demand
+        return bool(self._registered) or self._membership.starts_on_demand
 
     @property
     def lacks_first(self) -> bool:
         """True if no worker is there or on its way, and one starts on demand."""
-        return self._starts_on_demand and not self._registered and not self._num_starting
+        return self._membership.starts_on_demand and not self._registered and not self._membership.num_starting
 
     @property
     def registered(self) -> Sequence[WorkerInfo]:
@@ -165,7 +158,7 @@ class ClusterView:
         session prefers. None without a worker."""
         avoided = self.avoided
         heard = [each for each in self._registered.values() if each.worker_id not in avoided]
-        heard = [each for each in heard if each.worker_id not in self._leaving] or heard
+        heard = [each for each in heard if each.worker_id not in self._membership.leaving] or heard
         able = [each.worker_id for each in heard if each.role is not Role.PREFILL]
         worker_ids = able or [each.worker_id for each in heard] or [*self._registered]
         return self._registered[preferred(session, worker_ids)] if worker_ids else None
@@ -284,13 +277,14 @@ class ClusterView:
 
     def is_leaving(self, worker_id: str) -> bool:
         """True if the manager's last list said that a worker is about to stop."""
-        return worker_id in self._leaving
+        return worker_id in self._membership.leaving
 
     @property
     def to_be_left(self) -> Sequence[str]:
         """Followed workers that are about to stop, if another worker that is heard could take their requests."""
-        others = self._registered.keys() & self._listed - self._leaving - self.avoided
-        return sorted(self._leaving & self._followed.keys()) if others else ()
+        listed, leaving = {worker.worker_id for worker in self._membership.workers}, self._membership.leaving
+        others = self._registered.keys() & listed - leaving - self.avoided
+        return sorted(leaving & self._followed.keys()) if others else ()
 
     # Inside
 
