@@ -250,9 +250,13 @@ def test_the_places_on_a_worker_that_is_gone_are_gone() -> None:
     assert scene.turns.num_placed == 3 and scene.turns.place_of(scene.sessions[lost[0]]) is None
 
 
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 60), st.booleans(), st.booleans()), max_size=60))
-def test_everyone_gets_a_turn(events: list[tuple[int, int, bool, bool]]) -> None:
-    """After any beginning: sessions that ask again and again, and end what they begin, all go on in the end."""
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.integers(1, 60), st.booleans(), st.booleans()), max_size=60),
+    st.booleans(),
+)
+def test_everyone_gets_a_turn(events: list[tuple[int, int, bool, bool]], by_id: bool) -> None:
+    """After any beginning: sessions that ask again and again, and end what they begin, all go on in the end. `by_id`:
+    they ask in full only when they are told to."""
     scene = Scene({"v": 80, "w": 120})
     now = 0.0
     for number, num_blocks, ends, idle in events:
@@ -264,6 +268,8 @@ def test_everyone_gets_a_turn(events: list[tuple[int, int, bool, bool]]) -> None
     for _ in range(int(4 * 10 * QUANTUM_S)):
         now += 0.25
         for name in scene.sessions:
+            if by_id and scene.ask_again(name, now=now) != [None]:
+                continue
             if scene.ask(name, now, 40, tenant=str(int(name) % 2)) is None:
                 scene.end(name, now)
                 waiting.discard(name)
