@@ -12,7 +12,7 @@ from torch import Tensor
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.settings import DraftLimits, SchedulerLimits
 from raydix.engine.core.tenants import salt_of
-from raydix.engine.core.types import Adapter, Assignment, Stage
+from raydix.engine.core.types import Adapter, Assignment, Stage, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.model.adapter_store import AdapterStore
@@ -221,7 +221,7 @@ def test_nothing_is_hit_that_was_computed_with_another_adapter(tmp_path: Path) -
 
     def num_cached(adapter: Adapter | None) -> list[int]:
         engine.submit(ask("ours", adapter), 0.0)
-        events = []
+        events = list[TokenEvent]()
         while (step := engine.step(0.0)) is not None:
             events += step.events
         return sorted({event.cached_tokens for event in events})
