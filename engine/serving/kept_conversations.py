@@ -13,9 +13,11 @@ from raydix.engine.api.openai_responses.conversations import (
     REVISION_BYTES,
     Conversation,
     KnownAnswer,
+    before_response,
     beginning_of,
     encoded,
     new_id,
+    own_ids,
 )
 from raydix.engine.api.openai_responses.items import with_ids
 from raydix.engine.api.responses import ID_PREFIXES, Json
@@ -61,10 +63,14 @@ class KeptConversations:
             raise ServiceError("There is no room for a conversation; try again later.", retry_after_s=5)
         return conversation_id, begun
 
-    async def of_request(self, conversation_id: str, tenant: Tenant, cache_salt: str | None) -> bytes:
-        """The conversation that a response goes on from, as bytes; errors as `find`, and RequestError for one that is
-        full."""
+    async def of_request(
+        self, conversation_id: str, tenant: Tenant, cache_salt: str | None, resumed: str | None = None
+    ) -> bytes:
+        """The conversation that a response goes on from, as bytes; where the stream of a response is `resumed`, which
+        may have been added already, as it was before. Errors as `find`, and RequestError for one that is full."""
         data = await self._data(conversation_id, tenant, cache_salt, "conversation")
+        if resumed is not None:
+            data = before_response(data, resumed)
         if len(data) > MAX_BYTES:
             raise RequestError(
                 f"The conversation has {len(data):,} bytes, and nothing is added above {MAX_BYTES:,}: delete items, or "
@@ -79,7 +85,7 @@ class KeptConversations:
         turn, [answer] = job.spec.turn, job.answers
         assert turn is not None and turn.conversation is not None
         # Named by the response, so that both runners of one in the background add the same.
-        own = with_ids(turn.items, f"{job.head.id.removeprefix(ID_PREFIXES['responses'])}_in")
+        own = with_ids(turn.items, own_ids(job.head.id.removeprefix(ID_PREFIXES["responses"])))
         made = {str(item["id"]): orjson.dumps(item) for item in output}
         shown = self._shown(answer.token_ids, answer.text)
         item_ids = [str(item["id"]) for item in output if item["type"] != "compaction"]

@@ -330,7 +330,8 @@ class Preparation:
         room = self._line_room if is_line else self._room
         # Reading takes a place of its own, and gives it back before the choices take theirs: while a body is read
         # nobody knows how many choices it has.
-        reading = await self._read(request, size, tenant, room, earlier)
+        resumed = None if start is None or start.last is None else start.last.origin.name
+        reading = await self._read(request, size, tenant, room, earlier, resumed)
         spec = headers.completed(reading.spec)
         if is_line:
             spec = _as_line(spec)
@@ -394,15 +395,23 @@ class Preparation:
         if start is not None:
             start.check(spec)
 
-    async def _read(self, request: Request, size: int, tenant: Tenant, room: Room, earlier: bytes = b"") -> Reading:
+    async def _read(
+        self,
+        request: Request,
+        size: int,
+        tenant: Tenant,
+        room: Room,
+        earlier: bytes = b"",
+        resumed: str | None = None,
+    ) -> Reading:
         """Read a request, with the stored response or the conversation that it goes on from; `earlier` is the latter as
-        it was when an answer was first asked for."""
+        it was when an answer was first asked for, `resumed` the name of the response whose stream goes on."""
         with room.reserve(1, tenant):
             reading = await self._reader.read(request, size, tenant.name)
             # Looked up here, and not where requests are read: the names are a tenant's, and change while readers live.
             self._models.adapter(reading.spec.model, tenant)
             if reading.spec.is_unresolved:
-                whole = await self._going_on(reading.spec, tenant, earlier)
+                whole = await self._going_on(reading.spec, tenant, earlier, resumed)
                 assert whole.turn is not None
                 # Read a second time, with the earlier turns in it: only the reader knows that a body goes on from one,
                 # and only the manager has it.
@@ -414,13 +423,16 @@ class Preparation:
                     reading = replace(reading, unread=unread)
         return reading
 
-    async def _going_on(self, spec: GenerationSpec, tenant: Tenant, earlier: bytes) -> GenerationSpec:
+    async def _going_on(
+        self, spec: GenerationSpec, tenant: Tenant, earlier: bytes, resumed: str | None
+    ) -> GenerationSpec:
         """The request with all that its prompt is made of."""
         turn = spec.turn
         assert turn is not None
         # A response that is generated again brings the conversation of then: by now others may have been added.
         if turn.conversation is not None and not earlier:
-            earlier = await self._conversations.of_request(turn.conversation, tenant, spec.retention.salt)
+            salt = spec.retention.salt
+            earlier = await self._conversations.of_request(turn.conversation, tenant, salt, resumed)
         if turn.previous is not None:
             spec = await self._responses.going_on(spec, tenant)
         return replace(spec, turn=replace(turn, is_whole=True, earlier=earlier))

@@ -279,6 +279,29 @@ def test_another_replica_generates_it_from_the_conversation_as_it_was(served: Se
     assert dead.dispatcher.begun[0].prompt == alive.dispatcher.begun[0].prompt
 
 
+def test_a_stream_is_resumed_though_its_answer_has_been_added(served: Served) -> None:
+    """The connection may break behind the end of the generation, before the last events have arrived."""
+    replica = Replica()
+
+    async def run() -> None:
+        conversation_id = await create(items=[USER | {"content": "before"}])
+        whole = (await respond(conversation_id, {"last-event-id": "0"}, input="one", stream=True)).body
+        *events, last = whole.decode().removesuffix("\n\n").split("\n\n")
+        await send("POST", f"/{conversation_id}/items", items=[USER | {"content": "behind"}])
+        event_id = events[len(events) // 2].partition("id: ")[2].partition("\n")[0]
+        resumed = await respond(conversation_id, {"last-event-id": event_id}, input="one", stream=True)
+        assert resumed.status == 200, resumed.body
+        rest = resumed.body.decode().removesuffix("\n\n").split("\n\n")
+        assert rest[:-1] == events[len(events) // 2 + 1 :]
+        ends = [json.loads(each.split("data: ")[1])["response"]["output"] for each in (last, rest[-1])]
+        assert ends[0] == ends[1]
+        assert texts(await items_of(conversation_id)) == ["before", "one", ANSWER, "behind"]
+
+    served(replica, run)
+    first, second = replica.dispatcher.begun
+    assert first.prompt == second.prompt
+
+
 def test_a_replica_that_dies_between_adding_and_keeping_loses_and_doubles_nothing(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

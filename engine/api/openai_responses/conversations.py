@@ -219,6 +219,24 @@ def beginning_of(data: bytes) -> bytes:
     return data[: len(CONVERSATION) + REVISION_BYTES]
 
 
+def own_ids(unique: str) -> str:
+    """The part of the ids of a response's input, by which it is known in its conversation; `unique` names the
+    response."""
+    return f"{unique}_in"
+
+
+def before_response(data: bytes, unique: str) -> bytes:
+    """A conversation's data as it was before the response of this name was added; the same where it was not."""
+    conversation = Conversation.decode(data)
+    ids, first = [*conversation.items], f"msg_{own_ids(unique)}_0"
+    if first not in conversation.items:
+        return data
+    items = {item_id: conversation.items[item_id] for item_id in ids[: ids.index(first)]}
+    answers = tuple(answer for answer in conversation.answers if answer.item_ids[0] in items)
+    revision = beginning_of(data)[len(CONVERSATION) :]
+    return encoded(replace(conversation, items=items, answers=answers), revision)
+
+
 def new_id() -> str:
     """An id that nobody can guess."""
     return f"{ID_PREFIX}{uuid.uuid4().hex}"
