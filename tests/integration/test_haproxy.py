@@ -10,7 +10,6 @@ import socket
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,16 +21,17 @@ import pytest
 from benchmarks.hostile import connections
 from raydix.cli.cluster import free_port, front
 from raydix.configs.schema import HttpSection
-from tests.integration.conftest import eventually
+from tests.integration.conftest import SILENCE_S, eventually
 
 HEADER_TIMEOUT_S = 3
 CONNECTIONS = 100
 BEGINNING = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 
 
-LEFT_AFTER_S: list[float | None] = []
 WAITING = threading.Semaphore(0)
 """Released for each request whose client is waited for."""
+LEFT = threading.Semaphore(0)
+"""Released for each of these clients when the backend hears that it has left."""
 
 
 class Echo(BaseHTTPRequestHandler):
@@ -47,19 +47,12 @@ class Echo(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_POST(self) -> None:
-        """Wait for the client to leave, and note the seconds that it took to hear of it; None: longer than three."""
+        """Wait for the client to leave."""
         self.rfile.read(int(self.headers["content-length"]))
-        self.connection.settimeout(3)
         WAITING.release()
-        started_at = time.monotonic()
-        try:
+        with contextlib.suppress(ConnectionError):
             self.connection.recv(1)
-        except TimeoutError:
-            LEFT_AFTER_S.append(None)
-        except OSError:
-            LEFT_AFTER_S.append(time.monotonic() - started_at)
-        else:
-            LEFT_AFTER_S.append(time.monotonic() - started_at)
+        LEFT.release()
         self.close_connection = True
 
     def log_message(self, *_: object) -> None:
@@ -85,7 +78,7 @@ class Front:
         self.process.wait()
 
     def get(self, headers: dict[str, str] | None = None, path: str = "/") -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SILENCE_S)
         try:
             connection.request("GET", path, headers=headers or {})
             response = connection.getresponse()
@@ -95,7 +88,7 @@ class Front:
 
     def send(self, data: bytes) -> bytes:
         """What comes back until the connection is closed."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=SILENCE_S) as connection:
             connection.sendall(data)
             return b"".join(iter(lambda: connection.recv(65536), b""))
 
@@ -163,9 +156,7 @@ def test_thousands_of_half_sent_requests_lock_nobody_out(haproxy: Front) -> None
             for address in range(2, 44):
                 stack.enter_context(connections(haproxy.port, CONNECTIONS, BEGINNING, f"127.0.0.{address}", 0.2))
             for _ in range(10):
-                started_at = time.monotonic()
                 assert haproxy.get()[0] == 200
-                assert time.monotonic() - started_at < 3 * HEADER_TIMEOUT_S
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -184,14 +175,12 @@ def test_a_server_that_starts_has_clients_wait() -> None:
 
 def test_a_client_that_leaves_while_it_waits_is_noticed(haproxy: Front) -> None:
     """With Serve's own configuration one in four was not, and HAProxy kept a core busy meanwhile."""
-    LEFT_AFTER_S.clear()
     for _ in range(30):
         with socket.create_connection(("127.0.0.1", haproxy.port)) as connection:
             connection.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n")
             connection.sendall(b"x" * 500)
-            assert WAITING.acquire(timeout=30), "the backend has the request"
-    eventually(lambda: len(LEFT_AFTER_S) == 30, "all are over")
-    assert None not in LEFT_AFTER_S
+            assert WAITING.acquire(timeout=SILENCE_S), "the backend has the request"
+    assert all(LEFT.acquire(timeout=SILENCE_S) for _ in range(30)), "all are over"
 
 
 def test_headers_that_do_not_come_end_the_connection(haproxy: Front) -> None:
