@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from openai import BadRequestError, NotFoundError, OpenAI
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
-from tests.integration.conftest import MODEL, Server, eventually
+from tests.integration.conftest import MODEL, SILENCE_S, Server, eventually
 from tests.integration.test_serve_cli import READY_S
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -223,9 +222,12 @@ def test_the_command_goes_on_where_it_was_interrupted_and_killed(config: Path, t
     assert json.loads(failed)["custom_id"] == "bad"
     assert not journal.exists()
 
-    began = time.monotonic()
+    config.write_text(yaml.safe_dump({"model": {"source": f"{NULL}/nowhere"}}))
     fourth = raydix_batch(config, source, output)
-    assert fourth.wait(60) == 1 and time.monotonic() - began < 30, "nothing is left to do, so no server is started"
+    _, shown = fourth.communicate(timeout=SILENCE_S)
+    assert fourth.returncode == 1 and f"{NUM_MANY} of {NUM_MANY + 1} lines answered".encode() in shown, (
+        "nothing is left to do, so no model is loaded"
+    )
 
 
 def test_the_command_uses_a_running_server(server: Server, tmp_path: Path) -> None:
