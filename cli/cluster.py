@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from raydix.cli import haproxy
+from raydix.cli.agent_ports import with_agent_ports
 from raydix.cli.descriptors import connections
 from raydix.cli.ray_threads import log_errors_of_rays_threads
 from raydix.cli.ray_token import secure_token
@@ -62,6 +63,7 @@ SERVE_SWITCHES = {
     "RAY_task_events_report_interval_ms": "0",
     "MALLOC_ARENA_MAX": "4",
     "RAY_agent_register_timeout_ms": "180000",
+    "RAY_gcs_server_port_wait_time_s": "180",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
@@ -83,7 +85,8 @@ which this cluster does not have; and glibc gives threads up to eight heaps per 
 threads once used.
 
 A start on a machine that is busy with other work: the raylet dies when its agent has not registered in time (30 s
-by default), and Serve gives HAProxy up when HAProxy is not ready in time (5 s by default).
+by default; see also `raydix.cli.agent_ports`), Ray gives its GCS up that has not written its port down (30 s by
+default), and Serve gives HAProxy up when HAProxy is not ready in time (5 s by default).
 
 Processor time of a server at rest: Serve's controller compares what runs with what shall run four times a second
 instead of ten, which a host is replaced 0.15 s later for; Serve's own counters, which nobody reads faster than Ray
@@ -176,7 +179,7 @@ class LocalCluster:
         import ray
 
         log_errors_of_rays_threads()
-        with without_spare_processes(), starting_workers:
+        with without_spare_processes(), starting_workers, with_agent_ports(free_port):
             ray.init(
                 address="local",
                 include_dashboard=False,

@@ -54,8 +54,7 @@ PARTS = (
 )
 """Modules that workers import, in the order of their need; a function behind a colon is called. torch comes last: the
 tokenizer's libraries are to be imported without it. What stands behind `FIRST_WORKER` waits for the first worker to be
-forked. Before, Ray's agents start, which need both cores: the raylet dies when they are not ready in 15 s, as happens
-on a busy machine."""
+forked: before, Ray's agents start, which need both cores."""
 FIXED = {
     "SPT_NOENV": "1",  # titles of processes leave the environment alone
     "OMP_WAIT_POLICY": "passive",  # read where torch is loaded; see `raydix.actors.worker.worker.compute_with`

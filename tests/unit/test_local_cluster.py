@@ -8,11 +8,17 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+from ray import _raylet
 from ray._private.node import Node
+from ray._private.parameter import RayParams
+from ray._raylet import NodeID
 
+from raydix.cli.agent_ports import AGENT_PORTS, with_agent_ports
 from raydix.cli.cluster import IRREPLACEABLE, ClusterDiedError, LocalCluster, logs_since
 from raydix.cli.spare_processes import SPARED, without_spare_processes
 from raydix.configs import load_config
@@ -23,6 +29,25 @@ def test_only_while_a_cluster_starts_ray_starts_no_spare_processes() -> None:
     with without_spare_processes():
         assert not {getattr(Node, name) for name in SPARED} & set(before)
     assert [getattr(Node, name) for name in SPARED] == before
+
+
+def test_a_raylet_knows_the_ports_of_its_agents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where its start has been changed before. It finds the one written down that it waits for in any case."""
+    seen: list[int] = []
+    library: Any = _raylet
+    node_id = NodeID.from_random().hex()
+
+    def changed_start(node: Any) -> None:
+        seen.extend(getattr(node._ray_params, name) for name in AGENT_PORTS)
+        waited_for = library.DASHBOARD_AGENT_LISTEN_PORT_NAME
+        seen.append(library.wait_for_persisted_port(str(tmp_path), node_id, waited_for, timeout_ms=0))
+
+    monkeypatch.setattr(Node, "start_raylet", changed_start)
+    node: Any = SimpleNamespace(_ray_params=RayParams(), _session_dir=str(tmp_path), _node_id=node_id)
+    with with_agent_ports(iter((1, 2, 3, 4)).__next__):
+        getattr(Node, "start_raylet")(node)  # noqa: B009
+    assert seen == [1, 2, 3, 4, 3]
+    assert getattr(Node, "start_raylet") is changed_start  # noqa: B009
 
 
 @pytest.fixture
