@@ -22,17 +22,16 @@ class AdapterStore:
     def __getitem__(self, digest: bytes) -> Lora:
         return self._loras[digest]
 
-    def load(self, adapter: Adapter) -> None:
-        """Have an adapter in memory. Raises `StartupError` if its folder cannot be used, or has other weights."""
-        if adapter.digest in self._loras:
-            return
-        found = identify_adapter(adapter.name, adapter.folder, self._decoder.config)
-        if found.digest != adapter.digest:
-            raise StartupError(f"adapter {adapter.name}: {adapter.folder} has other weights than it had")
-        try:
-            self._loras[adapter.digest] = self._decoder.load_lora(Path(adapter.folder))
-        except StartupError as error:
-            raise StartupError(f"adapter {adapter.name}: {error}") from None
+    def load(self, name: str, folder: str) -> Adapter:
+        """Have the adapter in a folder in memory; returns it, with the digest of the weights that were there. Raises
+        `StartupError` if the folder cannot be used."""
+        adapter = identify_adapter(name, folder, self._decoder.config)
+        if adapter.digest not in self._loras:
+            try:
+                self._loras[adapter.digest] = self._decoder.load_lora(Path(adapter.folder))
+            except StartupError as error:
+                raise StartupError(f"adapter {name}: {error}") from None
+        return adapter
 
     def require(self, adapter: Adapter) -> None:
         """Raise `LookupError` unless the adapter is in memory."""

@@ -53,6 +53,7 @@ _WITHOUT_EFFECT = {
     "ensure_weight_tying",
 }
 """Settings of training, or said by the tensors' names and shapes as well."""
+_KNOWN = _READ | _WITHOUT_EFFECT
 _CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin training that take a part out of the model's own weights, as loading the adapter does again."""
 
@@ -145,7 +146,7 @@ def _check_settings(settings: Mapping[str, Any], folder: Path) -> None:
         )
     # A setting that is off, or that this release of PEFT does not know, has no effect; one that is on might have.
     for name, value in settings.items():
-        if name not in _READ | _WITHOUT_EFFECT and value not in (None, False, [], {}):
+        if name not in _KNOWN and value not in (None, False, [], {}):
             raise StartupError(f"{at}: {name} is not supported")
     alphas = [settings.get("lora_alpha"), *_alphas(settings, at).values()]
     if not all(isinstance(alpha, int | float) and math.isfinite(alpha) for alpha in alphas):

@@ -14,7 +14,6 @@ from raydix.engine.core.worker.block_pool import pool_of
 from raydix.engine.core.worker.drafts.budget import MAX_TOKENS as MAX_DRAFT_TOKENS
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.model.adapter_store import AdapterStore
-from raydix.engine.model.adapters import identify_adapters
 from raydix.engine.model.config import ModelConfig
 from raydix.engine.model.cuda import CudaGraphs
 from raydix.engine.model.cuda_kv_pool import CudaKVPool
@@ -66,8 +65,8 @@ def build_engine(
         grammars = make_grammars(identity.folder, identity.vocab_size)
         drafter = make_drafter(decoder, settings.drafts, grammars)
         adapters = AdapterStore(decoder)
-        for adapter in identify_adapters(dict(settings.adapters), config):
-            adapters.load(adapter)
+        for name, folder in settings.adapters:
+            adapters.load(name, folder)
     elif settings.source.startswith(SCRIPTED):
         grammars = make_grammars(identity.folder, identity.vocab_size)
 

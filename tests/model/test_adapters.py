@@ -16,7 +16,6 @@ from raydix.engine.core.types import Adapter, Assignment, Stage, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.model.adapter_store import AdapterStore
-from raydix.engine.model.adapters import identify_adapter
 from raydix.engine.model.build import make_pool, make_runner
 from raydix.engine.model.decoder import Decoder, ForwardBatch
 from raydix.engine.model.engine import Engine, ExportedSegment
@@ -141,8 +140,7 @@ class Machine:
         for number in range(num_adapters):
             at = folder / f"adapter-{number}"
             write_adapter(at, self.decoder.config, number, rank=3 + number, targets=OF_FAMILIES[case])
-            self.adapters.append(identify_adapter(f"adapter-{number}", str(at), self.decoder.config))
-            self.store.load(self.adapters[-1])
+            self.adapters.append(self.store.load(f"adapter-{number}", str(at)))
 
     def engine(self, *, budget: int = 512, num_blocks: int = 100, drafter: Drafter | None = None) -> Engine:
         store = make_pool(self.decoder.config, num_blocks, BLOCK_SIZE, torch.bfloat16, self.decoder.device)

@@ -65,20 +65,23 @@ class StoredResponse:
         # Data of a response under way begin with its mark and revision, which the manager compares without reading the
         # rest.
         start = len(UNDER_WAY) + REVISION_BYTES if data.startswith(UNDER_WAY) else 0
-        own, _, rest = data[start:].partition(b"\n")
-        fields = orjson.loads(own)
+        end = data.find(b"\n", start)
+        if end < 0:
+            end = len(data)  # an older server wrote everything as one object
+        fields = orjson.loads(data[start:end])
         sizes, run = fields.pop("sizes", None), fields.pop("run", None)
+        place = end + 1
         if sizes is None:
-            return _of_older(fields, rest)
+            return _of_older(fields, data[place:])
         parts = []
         for size in sizes:
-            parts.append(rest[:size])
-            rest = rest[size:]
+            parts.append(data[place : place + size])
+            place += size
         items, messages, answer, body, earlier = parts
         if run is not None:
             run = Run(body, run["session"], run["streams"], Origin(**run["origin"]), earlier)
-        # What is left behind all sized parts is the response: the largest part, cut out last and only once.
-        return cls(rest, items=items, messages=messages, answer=answer, run=run, **fields)
+        # What is left behind all sized parts is the response: the largest part, which is copied here and nowhere else.
+        return cls(data[place:], items=items, messages=messages, answer=answer, run=run, **fields)
 
     def input_items(self) -> KeptItems:
         """The input as the API lists it."""
