@@ -258,6 +258,13 @@ class ExplainedSession(Shape):
     )
 
 
+class ExplainedEviction(Shape):
+    """Blocks of a prompt that were evicted before it came."""
+
+    ago_s: float = Field(description="Seconds between the first one's eviction and the placement.")
+    more_blocks: int = Field(description="Blocks of room, in all places together, that would have kept them.")
+
+
 class Attempt(Shape):
     """One placement of a request."""
 
@@ -268,6 +275,7 @@ class Attempt(Shape):
     unhashed_tokens: int = Field(description="Tokens behind the last full block.")
     left_cache_at: int | None = Field(description="Position of the first token whose block was computed.")
     why: str | None = Field(description="Why that block was computed, in a sentence.")
+    evicted: ExplainedEviction | None = Field(description="Set if that block was evicted before.")
     note: str | None = Field(description="Why there are no blocks.")
     prefill_worker: str | None = Field(description="Worker of the prompt: the answer's, or another one.")
     decode_worker: str = Field(description="Worker of the answer.")
@@ -318,9 +326,9 @@ class ExplainedPrefix(Shape):
 
     previous: str = Field(description="Id of the earlier answer.")
     reason: str | None = Field(
-        description="`system_changed`, `tools_changed`, `tools_reordered`, `volatile`, `message_edited`, "
-        "`reasoning_left_out`, `white_space`, `shorter_than_a_block`, `another_salt`, `not_found` or `template`; null "
-        "where the prompt goes on from the earlier one, and was hit."
+        description="`system_changed`, `tools_changed`, `tools_reordered`, `keys_reordered`, `volatile`, "
+        "`message_edited`, `reasoning_left_out`, `white_space`, `shorter_than_a_block`, `another_salt`, `not_found` or "
+        "`template`; null where the prompt goes on from the earlier one, and was hit."
     )
     token_index: int | None = Field(description="Of the first other token.")
     part: str | None = Field(description="The first other part: `system`, `tools[2]`, `messages[5]`.")

@@ -39,6 +39,8 @@ class Reason(StrEnum):
     SYSTEM_CHANGED = "system_changed"
     TOOLS_CHANGED = "tools_changed"
     TOOLS_REORDERED = "tools_reordered"
+    KEYS_REORDERED = "keys_reordered"
+    """The same JSON, with the keys of objects in another order."""
     VOLATILE = "volatile"
     """A date, a time, a counter or an id differs, and nothing else around it."""
     MESSAGE_EDITED = "message_edited"
@@ -61,14 +63,22 @@ class PromptPart:
     """Digest of everything, reasoning too."""
     plain: bytes
     """Digest of everything but reasoning."""
+    unordered: bytes
+    """As `plain`, with the keys of JSON objects sorted."""
 
     @classmethod
-    def of(cls, kind: PartKind, text: str, reasoning: str = "") -> "PromptPart":
-        """Make the part with this text, and with this reasoning beside the text."""
-        plain = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES)
-        whole = plain.copy()
-        whole.update(b"\0" + reasoning.encode("utf-8", "surrogatepass"))
-        return cls(kind, whole.digest() if reasoning else plain.digest(), plain.digest())
+    def of(cls, kind: PartKind, text: str, reasoning: str = "", in_order: str | None = None) -> "PromptPart":
+        """Make the part with this text, and with this reasoning beside the text. `in_order`: the text with the keys of
+        JSON objects sorted, where this is another text."""
+        hashed = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES)
+        # Mostly one digest, which is kept once.
+        plain = whole = unordered = hashed.digest()
+        if reasoning:
+            hashed.update(b"\0" + reasoning.encode("utf-8", "surrogatepass"))
+            whole = hashed.digest()
+        if in_order is not None and in_order != text:
+            unordered = blake2b(in_order.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+        return cls(kind, whole, plain, unordered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,23 +195,34 @@ def _of_equal(common: int, block_size: int, cached_tokens: int | None) -> Diverg
 def _reason(previous: PromptRecord, now: PromptRecord, at: int | None, before: str, was: str, is_: str) -> Reason:
     """The reason, given the first other part and the texts before and behind the first other token."""
     tools = [[part.digest for part in each.parts if part.kind is PartKind.TOOL] for each in (previous, now)]
-    if tools[0] != tools[1] and Counter(tools[0]) == Counter(tools[1]):
-        return Reason.TOOLS_REORDERED
+    if tools[0] != tools[1]:
+        alike = [[part.unordered for part in each.parts if part.kind is PartKind.TOOL] for each in (previous, now)]
+        if alike[0] == alike[1]:
+            return Reason.KEYS_REORDERED
+        if Counter(alike[0]) == Counter(alike[1]):
+            return Reason.TOOLS_REORDERED
     if at is None:
         return Reason.REASONING_LEFT_OUT if _has_reasoning(was) != _has_reasoning(is_) else Reason.TEMPLATE
+    first = [each.parts[at] if at < len(each.parts) else None for each in (previous, now)]
     # A number may have begun before the first other token.
     opening = re.split(r"(?<=[\s\"'(=])", before)[-1]
     if _are_equal(_without_space(opening + was), _without_space(opening + is_)):
         return Reason.WHITE_SPACE
+    if first[0] is not None and first[1] is not None and _is_reordered(first[0], first[1]):
+        return Reason.KEYS_REORDERED
     if _are_equal(_without_volatile(opening + was), _without_volatile(opening + is_)):
         return Reason.VOLATILE
     if tools[0] != tools[1]:
         return Reason.TOOLS_CHANGED
-    if at < min(len(previous.parts), len(now.parts)) and previous.parts[at].plain == now.parts[at].plain:
+    if first[0] is not None and first[1] is not None and first[0].plain == first[1].plain:
         return Reason.REASONING_LEFT_OUT
-    is_system = at < len(now.parts) and now.parts[at].kind is PartKind.SYSTEM
-    is_system |= at < len(previous.parts) and previous.parts[at].kind is PartKind.SYSTEM
+    is_system = any(part is not None and part.kind is PartKind.SYSTEM for part in first)
     return Reason.SYSTEM_CHANGED if is_system else Reason.MESSAGE_EDITED
+
+
+def _is_reordered(one: PromptPart, other: PromptPart) -> bool:
+    """True for parts that differ in the order of JSON keys alone."""
+    return one.plain != other.plain and (one.kind, one.unordered) == (other.kind, other.unordered)
 
 
 def _has_reasoning(text: str) -> bool:

@@ -185,7 +185,11 @@ class PromptRecords:
 def parts_of(spec: GenerationSpec) -> tuple[PromptPart, ...]:
     """The parts of a chat's prompt."""
     tools = () if spec.tools is None else spec.tools.definitions
-    return (*(PromptPart.of(PartKind.TOOL, _written(tool)) for tool in tools), *map(_part, spec.messages))
+    return (*map(_tool, tools), *map(_part, spec.messages))
+
+
+def _tool(tool: object) -> PromptPart:
+    return PromptPart.of(PartKind.TOOL, _written(tool), in_order=_written(tool, orjson.OPT_SORT_KEYS))
 
 
 def _part(message: ChatMessage) -> PromptPart:
@@ -193,13 +197,27 @@ def _part(message: ChatMessage) -> PromptPart:
     content, reasoning = message.get("content"), message.get("reasoning_content")
     others = {name: value for name, value in message.items() if name not in ("content", "reasoning_content", "role")}
     text = content if isinstance(content, str) else _written(content)
-    return PromptPart.of(kind, f"{message['role']}\0{text}\0{_written(others) if others else ''}", str(reasoning or ""))
+    in_order = None
+    if others or not isinstance(content, str) or content.startswith(("{", "[")):
+        in_order = f"{message['role']}\0{_in_order(content)}\0{_in_order(others) if others else ''}"
+    whole = f"{message['role']}\0{text}\0{_written(others) if others else ''}"
+    return PromptPart.of(kind, whole, str(reasoning or ""), in_order)
 
 
-def _written(value: object) -> str:
+def _in_order(value: object) -> str:
+    """A value, or the one in a JSON text, as a text with the keys of objects sorted."""
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return str(value)
+    return _written(value, orjson.OPT_SORT_KEYS)
+
+
+def _written(value: object, option: int = 0) -> str:
     """A value as a text, the same for equal ones."""
     try:
-        return orjson.dumps(value, default=_plain).decode()
+        return orjson.dumps(value, default=_plain, option=option).decode()
     except TypeError:  # such as an integer of more than 64 bits in a schema
         return repr(value)
 

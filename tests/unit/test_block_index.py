@@ -1,6 +1,6 @@
 """What is remembered of blocks and forgotten again; `test_directory` has the index at work."""
 
-from raydix.engine.core.manager.block_index import BlockNotes
+from raydix.engine.core.manager.block_index import BlockNotes, Displacements
 
 A, B, C, D, E = (bytes([letter]) for letter in b"abcde")
 
@@ -23,3 +23,16 @@ def test_notes_of_the_last_prompts_are_remembered() -> None:
     assert notes.of("t", [A, C]) == [B, D], "and older ones"
     notes.note("t", {C: E})
     assert notes.of("t", [A, C]) + notes.of("u", [B]) == [None, E, None], "which go at once"
+
+
+def test_displaced_blocks_have_the_time_of_the_look_before() -> None:
+    displacements = Displacements(capacity=2)
+    times = []
+    for now in (10.0, 20.0, 30.0, 40.0):
+        displacements.look(now)
+        times += [displacements.time_of(displacements.add()) for _ in range(2)]
+    displacements.look(50.0)
+    displacements.look(60.0)
+    assert times == [10.0, 10.0, 20.0, 20.0, 30.0, 30.0, 40.0, 40.0]
+    assert [displacements.time_of(number) for number in (5, 6, 7, 8)] == [30.0, 30.0, 40.0, 40.0]
+    assert displacements.time_of(1) == 30.0, "no earlier time is remembered"

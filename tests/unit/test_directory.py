@@ -10,7 +10,7 @@ from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import NoWorkerError
 from raydix.engine.core.manager.cache_report import cache_report
 from raydix.engine.core.manager.directory import PAUSED_WHY, Directory, explained
-from raydix.engine.core.manager.explain import BlockSource
+from raydix.engine.core.manager.explain import BlockSource, Decision, Eviction
 from raydix.engine.core.manager.instructions import DeliverSegment, Export, HandoverLost, Instruction, Lost
 from raydix.engine.core.manager.turns import PausedError, TurnLimits
 from raydix.engine.core.objectives import LATE_PRIORITY
@@ -647,6 +647,31 @@ def test_hits_and_misses_have_a_source_or_a_reason(make_directory: MakeDirectory
     assert sources_of_admission(directory, "late", A, B) == [BlockSource.LOCAL, BlockSource.EVICTED]
     assert directory.statistics.sources[BlockSource.LOCAL] == 3
     assert directory.statistics.evicted_blocks[EvictionReason.FULL] == 1
+
+
+def test_an_eviction_has_its_time_and_the_room_that_would_have_prevented_it(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "m", Role.MIXED)
+
+    def asked(name: str, now: float, *hashes: BlockHash) -> Decision:
+        directory.admit(AdmitRequest(name, 0, hashes, len(hashes) * 4 + 2), now)
+        directory.end_request(name, now)
+        [[decision]] = directory.decisions.of(name).values()
+        return decision
+
+    assert asked("first", 100.0, A, B).eviction is None, "nobody has had it"
+    seal(directory, "m", A, B)
+    assert asked("hit", 150.0, A, B).eviction is None
+    evict(directory, "m", B, A)
+    asked("other", 180.0, C)
+    seal(directory, "m", C)
+    evict(directory, "m", C)
+    late = asked("late", 200.0, A, B)
+    assert late.eviction == Eviction(at=150.0, num_more_blocks=3) and late.evicted_ago_s == 50.0
+    assert late.as_json()["evicted"] == {"ago_s": 50.0, "more_blocks": 3}
+    assert "50 s before" in str(late.why) and "3 more blocks" in str(late.why)
+    only = asked("only", 210.0, C)
+    assert only.eviction == Eviction(at=180.0, num_more_blocks=1), "the last one that left"
 
 
 def test_blocks_that_went_with_their_worker_were_not_evicted(make_directory: MakeDirectory) -> None:

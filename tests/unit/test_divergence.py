@@ -116,6 +116,24 @@ def of_order(rng: random.Random) -> Pair:
     return before, now
 
 
+def of_keys(rng: random.Random) -> Pair:
+    """The same tools, or the same JSON as a tool's result, from another writer of JSON."""
+    before = chat(rng)
+    if rng.random() < 0.5:
+        now = goes_on(rng, before)
+        at = rng.randrange(4)
+        now["tools"][at] = dict(reversed(now["tools"][at].items()))
+        now["tools"][at]["input_schema"] = dict(reversed(now["tools"][at]["input_schema"].items()))
+        before["tools"][at]["input_schema"]["properties"] = {"b": {"type": "string"}, "a": {"type": "integer"}}
+        now["tools"][at]["input_schema"]["properties"] = {"a": {"type": "integer"}, "b": {"type": "string"}}
+        return before, now
+    found = {"path": sentence(rng), "lines": [{"text": sentence(rng), "number": 3}], "count": rng.randrange(9)}
+    before["messages"][0]["content"] = json.dumps(found)
+    now = goes_on(rng, before)
+    now["messages"][0]["content"] = json.dumps(found, sort_keys=True)
+    return before, now
+
+
 def of_volatile(rng: random.Random) -> Pair:
     """The same words with another date, number or id in the system's message, or in an old message."""
     before = chat(rng)
@@ -207,6 +225,7 @@ MADE: dict[Reason, Callable[[random.Random], Pair]] = {
     Reason.SYSTEM_CHANGED: of_system,
     Reason.TOOLS_CHANGED: of_tools,
     Reason.TOOLS_REORDERED: of_order,
+    Reason.KEYS_REORDERED: of_keys,
     Reason.VOLATILE: of_volatile,
     Reason.MESSAGE_EDITED: of_message,
     Reason.REASONING_LEFT_OUT: of_reasoning,

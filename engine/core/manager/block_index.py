@@ -1,8 +1,10 @@
 """Records of each block of the cluster, and the journal of blocks that entered and left."""
 
+from bisect import bisect_left
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from raydix.engine.core.manager.cache_statistics import ROOM_REASONS, CacheStatistics
@@ -16,6 +18,8 @@ V = TypeVar("V")
 GC_THRESHOLDS = (10_000, 10, 10_000)
 """Thresholds of the garbage collector in the manager's process: the index is millions of objects without cycles, and a
 full collection, usual after a growth by a quarter, makes requests wait. Cycles, such as those of errors, die young."""
+MAX_LOOKS = 1 << 12
+"""Times of evictions that are remembered."""
 EVENTS_CAPACITY = 1 << 16
 """Limit of the events that a follower may be behind before it gets a snapshot."""
 
@@ -26,6 +30,36 @@ class BlockEvent(NamedTuple):
     sequence: int
     is_stored: bool
     block_hash: BlockHash
+
+
+class Displacements:
+    """Numbers the blocks that left their last place to make room, from 1 on, and knows about when each of them left.
+
+    Times are those of `look`, so a time is known as exactly as `look` is called often.
+    """
+
+    def __init__(self, capacity: int = MAX_LOOKS) -> None:
+        self.num = 0
+        """Number of the latest displaced block."""
+        self._now = 0.0
+        self._looks: deque[tuple[int, float]] = deque(maxlen=capacity)
+        """Number of the last block displaced before a look that found new ones, and the time of the look before."""
+
+    def look(self, now: float) -> None:
+        """It is `now`, in seconds since the epoch."""
+        if self.num and (not self._looks or self._looks[-1][0] < self.num):
+            self._looks.append((self.num, self._now or now))
+        self._now = now
+
+    def add(self) -> int:
+        """The number of one more displaced block."""
+        self.num += 1
+        return self.num
+
+    def time_of(self, number: int) -> float:
+        """When the block with this number left, in seconds since the epoch; of one that left long ago a later time."""
+        at = bisect_left(self._looks, number, key=itemgetter(0))
+        return self._looks[at][1] if at < len(self._looks) else self._now
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +178,10 @@ class BlockIndex:
         self._records: dict[BlockHash, BlockRecord] = {}
         self._statistics = statistics
         self._events = CacheEvents()
-        self.gone: OrderedDict[BlockHash, bool] = OrderedDict()
-        """Blocks that left their last place: True if the block made room for others then."""
+        self.displacements = Displacements()
+        self.gone: OrderedDict[BlockHash, int | None] = OrderedDict()
+        """Blocks that left their last place: the number among `displacements` of one that made room for others then,
+        None of any other."""
 
     # Reading
 
@@ -306,7 +342,7 @@ class BlockIndex:
         if not record.is_stored:
             made_room = reason in ROOM_REASONS
             self._statistics.num_displaced_blocks += made_room
-            self.gone[block_hash] = made_room
+            self.gone[block_hash] = self.displacements.add() if made_room else None
             # The one that left longest ago is forgotten.
             if len(self.gone) > MAX_REMEMBERED:
                 self.gone.popitem(last=False)

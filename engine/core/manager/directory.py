@@ -292,12 +292,13 @@ class Directory:
         instructions = self.end_request(request.request_id, now)
 
         self.fleet.links.look(now)
+        self.stock.blocks.displacements.look(now)
         records = self.stock.blocks.find(request.hashes)
         objectives = request.objectives.over(self.objectives)
         avoided = self._avoided(session, request)
         last_workers = self.sessions.workers_of(request, session)
         placement, when_late = self._place(request, records, objectives, avoided, last_workers, is_new=is_new)
-        decision = self._explanations.record(request, records, placement, self.fleet, objectives.ttft_s, when_late)
+        decision = self._explanations.record(request, records, placement, self.fleet, now, objectives.ttft_s, when_late)
 
         # Blocks of the prompt: [0, num_local) in the pool, [num_local, num_cached) imported, the rest computed.
         num_local = placement.chosen.num_local_blocks

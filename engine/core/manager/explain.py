@@ -79,6 +79,15 @@ class SessionFacts(NamedTuple):
     branch: Branch | None = None
 
 
+class Eviction(NamedTuple):
+    """Blocks of a prompt that were evicted before its admission."""
+
+    at: float
+    """When the first of them that is missing left its last place, in seconds since the epoch."""
+    num_more_blocks: int
+    """Blocks by which the cache would have to be larger, in all its places together, to have them still."""
+
+
 @dataclass(slots=True)
 class Decision:
     """The facts of an admission's decision, and the outcome."""
@@ -115,6 +124,10 @@ class Decision:
     """Predicted time of computing the whole prompt at the worker, had there been no cache."""
     saved_s: float = 0.0
     """Seconds of `uncached_s` that hits are predicted to save."""
+    eviction: Eviction | None = None
+    """Set if the first computed block was evicted before."""
+    admitted_at: float = 0.0
+    """Time of the admission, in seconds since the epoch."""
 
     @property
     def regret_s(self) -> float | None:
@@ -141,6 +154,25 @@ class Decision:
         return None
 
     @property
+    def evicted_ago_s(self) -> float:
+        """Seconds between the eviction of the first computed block and the admission; 0 without an eviction."""
+        return 0.0 if self.eviction is None else max(0.0, self.admitted_at - self.eviction.at)
+
+    @property
+    def why(self) -> str | None:
+        """Why the first computed block was computed, in a sentence; None without such a block."""
+        if self.first_miss is None:
+            return None
+        _, reason = self.first_miss
+        if self.eviction is None:
+            return WHY[reason]
+        more = self.eviction.num_more_blocks
+        return (
+            f"{WHY[reason]} They were evicted {self.evicted_ago_s:,.0f} s before the prompt came, and {more:,} more "
+            f"block{'s' if more > 1 else ''} of room would have kept them."
+        )
+
+    @property
     def _note(self) -> str | None:
         if not self.prefix_caching:
             return "cache.prefix_caching is false: nothing is kept for later requests"
@@ -148,7 +180,7 @@ class Decision:
 
     def as_json(self) -> dict[str, object]:
         """The decision as the explain endpoint shows it. Times in seconds, blocks as runs of equal sources."""
-        missed_at, reason = self.first_miss or (None, None)
+        missed_at, _ = self.first_miss or (None, None)
         num_hashed = sum(count for _, count in self.runs) * self.block_size
         return {
             "attempt": self.attempt,
@@ -157,7 +189,10 @@ class Decision:
             "blocks": [{"source": str(source), "hit": source in HITS, "count": count} for source, count in self.runs],
             "unhashed_tokens": self.num_tokens - num_hashed,
             "left_cache_at": missed_at,
-            "why": None if reason is None else WHY[reason],
+            "why": self.why,
+            "evicted": None
+            if self.eviction is None
+            else {"ago_s": round(self.evicted_ago_s, 3), "more_blocks": self.eviction.num_more_blocks},
             "note": self._note,
             "prefill_worker": self.prefill,
             "decode_worker": self.decode,

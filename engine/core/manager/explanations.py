@@ -5,7 +5,14 @@ from itertools import chain
 
 from raydix.engine.core.manager.block_index import BlockIndex, BlockNotes, BlockRecord
 from raydix.engine.core.manager.cache_statistics import CacheStatistics
-from raydix.engine.core.manager.explain import BlockSource, Decision, Decisions, best_considered, runs_of
+from raydix.engine.core.manager.explain import (
+    BlockSource,
+    Decision,
+    Decisions,
+    Eviction,
+    best_considered,
+    runs_of,
+)
 from raydix.engine.core.manager.placement import Placement, PredictedTimes
 from raydix.engine.core.manager.records import WorkerRecord
 from raydix.engine.core.objectives import WhenLate
@@ -40,15 +47,18 @@ class Explanations:
         records: Sequence[BlockRecord | None],
         placement: Placement,
         workers: Mapping[str, WorkerRecord],
+        now: float,
         objective_ttft_s: float | None = None,
         when_late: WhenLate | None = None,
     ) -> Decision:
         """Keep the decision behind a placement, count it, and return it. `records`: of the blocks of `request.hashes`;
-        `when_late`: of a request that is predicted to be late."""
+        `now`: seconds since the epoch; `when_late`: of a request that is predicted to be late."""
         num_local = placement.chosen.num_local_blocks
         num_cached = num_local + placement.chosen.num_imported_blocks
         imported = [_source(record) for record in records[num_local:num_cached] if record is not None]
         computed = self._misses(request, records, num_cached)
+        # Before the request's own blocks come and leave.
+        eviction = self._eviction(request.hashes[num_cached:])
         local = ((BlockSource.LOCAL, num_local),) if num_local else ()
         runs = (*local, *runs_of(chain(imported, computed)))
 
@@ -63,6 +73,8 @@ class Explanations:
             num_tokens=request.num_tokens,
             block_size=self._block_size,
             runs=runs,
+            eviction=eviction,
+            admitted_at=now,
             prefill=placement.prefill,
             decode=placement.decode,
             predicted_ttft_s=placement.chosen.ttft_s,
@@ -109,8 +121,9 @@ class Explanations:
                 reasons.append(BlockSource.RECOMPUTED)
                 continue
             if block_hash in gone:
-                reasons.append(BlockSource.EVICTED if gone[block_hash] else BlockSource.LOST)
-                self._statistics.num_returned_blocks += gone[block_hash]
+                made_room = gone[block_hash] is not None
+                reasons.append(BlockSource.EVICTED if made_room else BlockSource.LOST)
+                self._statistics.num_returned_blocks += made_room
             # Another block followed here after an answer with reasoning: the template has left the reasoning out since.
             elif earlier is not None and earlier < turn and follower != block_hash:
                 reasons.append(BlockSource.REASONING_LEFT_OUT)
@@ -124,6 +137,16 @@ class Explanations:
 
         self._continuations.note(tenant, links)
         return reasons
+
+    def _eviction(self, missing: Sequence[BlockHash]) -> Eviction | None:
+        """What is known of the eviction of a prompt's blocks behind its hits; None unless the first one was evicted."""
+        gone, displacements = self._blocks.gone, self._blocks.displacements
+        if not missing or (first := gone.get(missing[0])) is None:
+            return None
+        # A prefix is evicted from its end: the last of its blocks left first, and must have stayed for all to stay.
+        numbers = (gone.get(block_hash) for block_hash in missing)
+        earliest = min(number for number in numbers if number is not None)
+        return Eviction(displacements.time_of(first), displacements.num - earliest + 1)
 
 
 def _duties(
