@@ -1,10 +1,10 @@
 """A page for people from OpenAPI's document: plain HTML without scripts, which needs nothing from the network."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
-from re import sub
+from re import findall, sub
 
-from raydix.engine.api.schema_words import Schema, bounds, resolve, type_of
+from raydix.engine.api.schema_words import Schema, bounds, type_of
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem; padding: 0 1rem; color: #222 }
@@ -18,54 +18,48 @@ details > :not(summary) { margin-left: 1rem }
 
 def docs_page(document: Schema) -> str:
     """The page. Every route and every object is a part of its own, objects with an anchor of their name."""
-    info = document["info"]
-    parts = [
-        f"<h1>{escape(info['title'])} {escape(info['version'])}</h1>",
-        f'<p>{_text(info["description"])} As <a href="openapi.json">openapi.json</a>.</p>',
-        "<h2>Routes</h2>",
-        *(
-            _route(document, method, path, operation)
-            for path, methods in document["paths"].items()
-            for method, operation in methods.items()
-        ),
-        "<h2>Objects</h2>",
-        *(_object(document, name, schema) for name, schema in sorted(document["components"]["schemas"].items())),
-    ]
-    body = "\n".join(parts)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(info["title"])}</title>'
-        f"<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    title, version, description = (_text(document["info"][name]) for name in ("title", "version", "description"))
+    routes = "\n".join(
+        _route(method, path, operation)
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    )
+    schemas = sorted(document["components"]["schemas"].items())
+    objects = "\n".join(_object(document, name, schema) for name, schema in schemas)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head><body>
+<h1>{title} {version}</h1>
+<p>{description} As <a href="openapi.json">openapi.json</a>.</p>
+<h2>Routes</h2>
+{routes}
+<h2>Objects</h2>
+{objects}
+</body></html>
+"""
+
+
+def _route(method: str, path: str, operation: Schema) -> str:
+    key = "" if operation["security"] else " No key."
+    parameters = (
+        (f"<code>{escape(each['name'])}</code>", each["in"], _text(each.get("description", "")))
+        for each in operation["parameters"]
+    )
+    contents = {"body": operation.get("requestBody", {}), **operation["responses"]}
+    rows = (
+        (name, *_contents(each.get("content", {})), _text(each.get("description", "")))
+        for name, each in contents.items()
+        if each
+    )
+    return _part(
+        f"<code>{method.upper()} {escape(path)}</code> {_text(operation['summary'])}",
+        f"<p>{_text(operation['description'])}{key}</p>",
+        _table(("parameter", "in", ""), parameters) if operation["parameters"] else "",
+        _table(("", "content", "object", ""), rows),
     )
 
 
-def _route(document: Schema, method: str, path: str, operation: Schema) -> str:
-    key = "" if operation["security"] else " No key."
-    lines = [f"<p>{_text(operation['description'])}{key}</p>"]
-    if operation["parameters"]:
-        lines.append(_table(("parameter", "in", ""), map(_parameter, operation["parameters"])))
-    if "requestBody" in operation:
-        lines.append(f"<p>Body: {_contents(operation['requestBody']['content'])}</p>")
-    responses = operation["responses"].items()
-    rows = ((status, _contents(each["content"]), _text(each["description"])) for status, each in responses)
-    lines.append(_table(("status", "content", ""), rows))
-    heading = f"<code>{method.upper()} {escape(path)}</code> {_text(operation['summary'])}"
-    return _part(heading, lines)
-
-
-def _parameter(parameter: Schema) -> tuple[str, str, str]:
-    return f"<code>{escape(parameter['name'])}</code>", parameter["in"], _text(parameter.get("description", ""))
-
-
-def _contents(content: Schema) -> str:
-    return ", ".join(f"{_name_of(_payload(each))} <code>{escape(kind)}</code>" for kind, each in content.items())
-
-
-def _payload(content: Schema) -> Schema:
-    """The schema of a body, or of the data of its events."""
-    schema: Schema = content["schema"]
-    data: Schema = schema.get("properties", {}).get("data", {})
-    payload: Schema = data.get("anyOf", (data,))[0]
-    return payload.get("contentSchema", schema)  # type: ignore[no-any-return]
+def _contents(content: Schema) -> tuple[str, str]:
+    return ", ".join(f"<code>{escape(kind)}</code>" for kind in content), _links(content)
 
 
 def _object(document: Schema, name: str, schema: Schema) -> str:
@@ -73,34 +67,23 @@ def _object(document: Schema, name: str, schema: Schema) -> str:
     rows = (
         (
             f"<code>{escape(field)}</code>" + (" (required)" if field in required else ""),
-            " or ".join(_kinds(document, value)),
+            f"{_text(type_of(document, value))} {_links(value)}",
             _text(bounds(document, value)),
             _text(value.get("description", "")),
         )
         for field, value in schema.get("properties", {}).items()
     )
-    lines = [f"<p>{_text(schema.get('description', ''))}</p>", _table(("field", "type", "bounds", ""), rows)]
-    return _part(f'<code id="{escape(name)}">{escape(name)}</code>', lines)
+    heading = f'<code id="{escape(name)}">{escape(name)}</code>'
+    return _part(heading, f"<p>{_text(schema['description'])}</p>", _table(("field", "type", "bounds", ""), rows))
 
 
-def _kinds(document: Schema, field: Schema) -> Iterator[str]:
-    """The kinds of a field's values, objects as links."""
-    for each in field.get("anyOf", (field,)):
-        inner = each.get("items", each)
-        if "properties" in resolve(document, inner):
-            yield ("list of " if inner is not each else "") + _name_of(inner)
-        elif each.get("type") != "null":
-            yield _text(type_of(document, each))
+def _links(schema: Schema) -> str:
+    """Links to the objects that a schema refers to, however deep: the data of events lie in a field of a field."""
+    names = dict.fromkeys(findall(r"'#/components/schemas/(\w+)'", str(schema)))
+    return " ".join(f'<a href="#{name}">{name}</a>' for name in names)
 
 
-def _name_of(schema: Schema) -> str:
-    if "$ref" not in schema:
-        return ""
-    name = escape(schema["$ref"].rpartition("/")[2])
-    return f'<a href="#{name}">{name}</a>'
-
-
-def _part(heading: str, lines: Sequence[str]) -> str:
+def _part(heading: str, *lines: str) -> str:
     return "\n".join([f"<details><summary>{heading}</summary>", *lines, "</details>"])
 
 

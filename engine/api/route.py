@@ -6,7 +6,7 @@ and batches derive from these values.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Literal, TypeAlias
 
@@ -53,7 +53,7 @@ class Parameter:
         return {"name": self.name, "in": self.place, "description": self.description, "schema": schema}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Route:
     """One method of one path."""
 
@@ -62,10 +62,11 @@ class Route:
     """Path in Starlette's form: `{name}` is a parameter, `{name:path}` one that may have slashes."""
     name: str
     """Short name, by which `raydix.engine.api.routes.parse` finds the parser, too."""
-    operation: str = ""
-    """Name in OpenAPI's `operationId`, where `name` is another."""
     sentence: str
     """Description; its first sentence is the summary."""
+    _: KW_ONLY
+    operation: str = ""
+    """Name in OpenAPI's `operationId`, where `name` is another."""
     access: Access = Access.TENANTS
     parse: Parse | None = None
     """Parser of a body with a prompt."""

@@ -301,10 +301,10 @@ RESPONSES = _answer(
 )
 
 INPUT_TOKENS = Route(
-    method="POST",
-    path="/v1/responses/input_tokens",
-    name="input_tokens",
-    sentence="Count the tokens of the prompt that `/v1/responses` would make of an input.",
+    "POST",
+    "/v1/responses/input_tokens",
+    "input_tokens",
+    "Count the tokens of the prompt that `/v1/responses` would make of an input.",
     parse=parse_input_tokens,
     body=ResponsesRequest,
     response=InputTokens,
@@ -312,10 +312,10 @@ INPUT_TOKENS = Route(
 )
 
 COMPACT = Route(
-    method="POST",
-    path="/v1/responses/compact",
-    name="compact",
-    sentence="Summarise a conversation: the user's messages and an item `compaction`, with which later requests go on.",
+    "POST",
+    "/v1/responses/compact",
+    "compact",
+    "Summarise a conversation: the user's messages and an item `compaction`, with which later requests go on.",
     parse=parse_compact,
     body=CompactRequest,
     response=CompactedResponse,
@@ -335,10 +335,10 @@ MESSAGES = _answer(
 )
 
 COUNT_TOKENS = Route(
-    method="POST",
-    path="/v1/messages/count_tokens",
-    name="count_tokens",
-    sentence="Count the tokens of the prompt that `/v1/messages` would make of a chat.",
+    "POST",
+    "/v1/messages/count_tokens",
+    "count_tokens",
+    "Count the tokens of the prompt that `/v1/messages` would make of a chat.",
     parse=parse_count,
     body=CountRequest,
     response=TokenCount,
@@ -362,10 +362,10 @@ INVOCATION = _answer(
 # Stored responses
 
 RESPONSE = Route(
-    method="GET",
-    path="/v1/responses/{response_id}",
-    name="response",
-    sentence="A stored response, or one in the background as it is now. `?cache_salt=<salt>` is that of its request; "
+    "GET",
+    "/v1/responses/{response_id}",
+    "response",
+    "A stored response, or one in the background as it is now. `?cache_salt=<salt>` is that of its request; "
     "`?stream=true&starting_after=<number>` reads the stream of one in the background behind an event.",
     response=ResponseObject,
     events=ResponseEvent,
@@ -378,20 +378,20 @@ RESPONSE = Route(
 )
 
 DELETE_RESPONSE = Route(
-    method="DELETE",
-    path="/v1/responses/{response_id}",
-    name="delete_response",
-    sentence="Forget a stored response. No later one can go on from it.",
+    "DELETE",
+    "/v1/responses/{response_id}",
+    "delete_response",
+    "Forget a stored response. No later one can go on from it.",
     response=ResponseDeleted,
     parameters=(SALT,),
     errors=STORED_RESPONSE,
 )
 
 CANCEL_RESPONSE = Route(
-    method="POST",
-    path="/v1/responses/{response_id}/cancel",
-    name="cancel_response",
-    sentence="End a response in the background; one that has ended stays as it is. To end another response, close its "
+    "POST",
+    "/v1/responses/{response_id}/cancel",
+    "cancel_response",
+    "End a response in the background; one that has ended stays as it is. To end another response, close its "
     "connection.",
     response=ResponseObject,
     parameters=(SALT,),
@@ -399,10 +399,10 @@ CANCEL_RESPONSE = Route(
 )
 
 INPUT_ITEMS = Route(
-    method="GET",
-    path="/v1/responses/{response_id}/input_items",
-    name="input_items",
-    sentence="The input of a stored response, a page of items; `?limit=20&order=desc&after=<id>`.",
+    "GET",
+    "/v1/responses/{response_id}/input_items",
+    "input_items",
+    "The input of a stored response, a page of items; `?limit=20&order=desc&after=<id>`.",
     response=ResponseItems,
     parameters=(*ITEMS_PAGE, SALT),
     errors=STORED_RESPONSE,
@@ -411,10 +411,10 @@ INPUT_ITEMS = Route(
 # Conversations
 
 CREATE_CONVERSATION = Route(
-    method="POST",
-    path="/v1/conversations",
-    name="create_conversation",
-    sentence="Keep a conversation, which responses go on from and add to.",
+    "POST",
+    "/v1/conversations",
+    "create_conversation",
+    "Keep a conversation, which responses go on from and add to.",
     body=CreateConversation,
     response=ConversationObject,
     parameters=(CONVERSATION_SALT,),
@@ -422,20 +422,20 @@ CREATE_CONVERSATION = Route(
 )
 
 CONVERSATION = Route(
-    method="GET",
-    path="/v1/conversations/{conversation_id}",
-    name="conversation",
-    sentence="A conversation, without its items.",
+    "GET",
+    "/v1/conversations/{conversation_id}",
+    "conversation",
+    "A conversation, without its items.",
     response=ConversationObject,
     parameters=(CONVERSATION_SALT,),
     errors=KEPT_CONVERSATION,
 )
 
 UPDATE_CONVERSATION = Route(
-    method="POST",
-    path="/v1/conversations/{conversation_id}",
-    name="update_conversation",
-    sentence="Give a conversation other metadata.",
+    "POST",
+    "/v1/conversations/{conversation_id}",
+    "update_conversation",
+    "Give a conversation other metadata.",
     body=UpdateConversation,
     response=ConversationObject,
     parameters=(CONVERSATION_SALT,),
@@ -443,30 +443,30 @@ UPDATE_CONVERSATION = Route(
 )
 
 DELETE_CONVERSATION = Route(
-    method="DELETE",
-    path="/v1/conversations/{conversation_id}",
-    name="delete_conversation",
-    sentence="Forget a conversation with its items.",
+    "DELETE",
+    "/v1/conversations/{conversation_id}",
+    "delete_conversation",
+    "Forget a conversation with its items.",
     response=ConversationDeleted,
     parameters=(CONVERSATION_SALT,),
     errors=KEPT_CONVERSATION,
 )
 
 CONVERSATION_ITEMS = Route(
-    method="GET",
-    path="/v1/conversations/{conversation_id}/items",
-    name="conversation_items",
-    sentence="The items of a conversation, a page of them; `?limit=20&order=desc&after=<id>`.",
+    "GET",
+    "/v1/conversations/{conversation_id}/items",
+    "conversation_items",
+    "The items of a conversation, a page of them; `?limit=20&order=desc&after=<id>`.",
     response=ResponseItems,
     parameters=(*ITEMS_PAGE, CONVERSATION_SALT),
     errors=KEPT_CONVERSATION,
 )
 
 ADD_CONVERSATION_ITEMS = Route(
-    method="POST",
-    path="/v1/conversations/{conversation_id}/items",
-    name="add_conversation_items",
-    sentence="Add up to 20 items to a conversation, behind the others.",
+    "POST",
+    "/v1/conversations/{conversation_id}/items",
+    "add_conversation_items",
+    "Add up to 20 items to a conversation, behind the others.",
     body=AddItems,
     response=ResponseItems,
     parameters=(CONVERSATION_SALT,),
@@ -474,20 +474,20 @@ ADD_CONVERSATION_ITEMS = Route(
 )
 
 CONVERSATION_ITEM = Route(
-    method="GET",
-    path="/v1/conversations/{conversation_id}/items/{item_id}",
-    name="conversation_item",
-    sentence="An item of a conversation.",
+    "GET",
+    "/v1/conversations/{conversation_id}/items/{item_id}",
+    "conversation_item",
+    "An item of a conversation.",
     response=ConversationItem,
     parameters=(CONVERSATION_SALT,),
     errors=(*KEPT_CONVERSATION, NotFoundError),
 )
 
 DELETE_CONVERSATION_ITEM = Route(
-    method="DELETE",
-    path="/v1/conversations/{conversation_id}/items/{item_id}",
-    name="delete_conversation_item",
-    sentence="Take an item out of a conversation, which is the answer.",
+    "DELETE",
+    "/v1/conversations/{conversation_id}/items/{item_id}",
+    "delete_conversation_item",
+    "Take an item out of a conversation, which is the answer.",
     response=ConversationObject,
     parameters=(CONVERSATION_SALT,),
     errors=(*KEPT_CONVERSATION, NotFoundError),
@@ -496,48 +496,47 @@ DELETE_CONVERSATION_ITEM = Route(
 # Tokens and models
 
 TOKENIZE = Route(
-    method="POST",
-    path="/tokenize",
-    name="tokenize",
-    sentence="The tokens of a text or of a chat's prompt, and their number.",
+    "POST",
+    "/tokenize",
+    "tokenize",
+    "The tokens of a text or of a chat's prompt, and their number.",
     body=TokenizeRequest,
     response=Tokenized,
     errors=BODY,
 )
 
 DETOKENIZE = Route(
-    method="POST",
-    path="/detokenize",
-    name="detokenize",
-    sentence="The text of tokens, with the names of special tokens.",
+    "POST",
+    "/detokenize",
+    "detokenize",
+    "The text of tokens, with the names of special tokens.",
     body=DetokenizeRequest,
     response=Detokenized,
     errors=BODY,
 )
 
 TOKENIZER_INFO = Route(
-    method="GET",
-    path="/tokenizer_info",
-    name="tokenizer_info",
-    sentence="The tokenizer: its class, size, special tokens and chat template. `http.tokenizer_info: false` turns it "
-    "off.",
+    "GET",
+    "/tokenizer_info",
+    "tokenizer_info",
+    "The tokenizer: its class, size, special tokens and chat template. `http.tokenizer_info: false` turns it off.",
     response=TokenizerInfo,
     errors=(NotFoundError,),
 )
 
 MODELS = Route(
-    method="GET",
-    path="/v1/models",
-    name="models",
-    sentence="The model that is served, with its context length, and its adapters.",
+    "GET",
+    "/v1/models",
+    "models",
+    "The model that is served, with its context length, and its adapters.",
     response=ModelList,
 )
 
 MODEL = Route(
-    method="GET",
-    path="/v1/models/{name:path}",
-    name="model",
-    sentence="The served model, or the adapter of it, that has this name; 404 for another name.",
+    "GET",
+    "/v1/models/{name:path}",
+    "model",
+    "The served model, or the adapter of it, that has this name; 404 for another name.",
     response=Model,
     errors=(ModelNotFoundError,),
 )
@@ -545,86 +544,81 @@ MODEL = Route(
 # Files and batches
 
 UPLOAD_FILE = Route(
-    method="POST",
-    path="/v1/files",
-    name="upload_file",
-    sentence="Upload a file of JSON lines as a form, with the purpose `batch`.",
+    "POST",
+    "/v1/files",
+    "upload_file",
+    "Upload a file of JSON lines as a form, with the purpose `batch`.",
     form=UploadForm,
     response=FileObject,
     errors=(*STORED_FILE, *UPLOAD),
 )
 
 LIST_FILES = Route(
-    method="GET",
-    path="/v1/files",
-    name="list_files",
-    sentence="One's files; `limit`, `after`, `order` and `purpose` choose.",
+    "GET",
+    "/v1/files",
+    "list_files",
+    "One's files; `limit`, `after`, `order` and `purpose` choose.",
     response=FileList,
     parameters=(*LIST, Parameter("purpose", "query", "Only files with this purpose.")),
     errors=(*STORED_FILE, RequestError),
 )
 
 FILE = Route(
-    method="GET",
-    path="/v1/files/{file_id}",
-    name="file",
-    sentence="A file's name, size and times.",
-    response=FileObject,
-    errors=STORED_FILE,
+    "GET", "/v1/files/{file_id}", "file", "A file's name, size and times.", response=FileObject, errors=STORED_FILE
 )
 
 FILE_CONTENT = Route(
-    method="GET",
-    path="/v1/files/{file_id}/content",
-    name="file_content",
-    sentence="A file's content.",
+    "GET",
+    "/v1/files/{file_id}/content",
+    "file_content",
+    "A file's content.",
     response="application/octet-stream",
     errors=STORED_FILE,
 )
 
 DELETE_FILE = Route(
-    method="DELETE",
-    path="/v1/files/{file_id}",
-    name="delete_file",
-    sentence="Erase a file; begun batches keep the input.",
+    "DELETE",
+    "/v1/files/{file_id}",
+    "delete_file",
+    "Erase a file; begun batches keep the input.",
     response=FileDeleted,
     errors=STORED_FILE,
 )
 
 CREATE_BATCH = Route(
-    method="POST",
-    path="/v1/batches",
-    name="create_batch",
-    sentence="Run the lines of an uploaded file, in room left by clients.",
+    "POST",
+    "/v1/batches",
+    "create_batch",
+    "Run the lines of an uploaded file, in room left by clients.",
     body=BatchRequest,
     response=Batch,
     errors=(*STORED_FILE, *BODY),
 )
 
 LIST_BATCHES = Route(
-    method="GET",
-    path="/v1/batches",
-    name="list_batches",
-    sentence="One's batches; `limit` and `after` choose.",
+    "GET",
+    "/v1/batches",
+    "list_batches",
+    "One's batches; `limit` and `after` choose.",
     response=BatchList,
     parameters=LIST,
     errors=(*STORED_FILE, RequestError),
 )
 
 BATCH = Route(
-    method="GET",
-    path="/v1/batches/{batch_id}",
-    name="batch",
-    sentence="The state of a batch, with files after the end.",
+    "GET",
+    "/v1/batches/{batch_id}",
+    "batch",
+    "The state of a batch, with files after the end.",
     response=Batch,
     errors=STORED_FILE,
 )
 
 CANCEL_BATCH = Route(
-    method="POST",
-    path="/v1/batches/{batch_id}/cancel",
-    name="cancel_batch",
-    sentence="End a batch; the answers so far are the output.",
+    "POST",
+    "/v1/batches/{batch_id}/cancel",
+    "cancel_batch",
+    "End a batch; the answers so far are the output.",
     response=Batch,
     errors=(*STORED_FILE, RequestError),
 )
@@ -632,10 +626,10 @@ CANCEL_BATCH = Route(
 # Batches of messages
 
 CREATE_MESSAGE_BATCH = Route(
-    method="POST",
-    path="/v1/messages/batches",
-    name="create_message_batch",
-    sentence="Answer many requests of `/v1/messages`, in room left by clients.",
+    "POST",
+    "/v1/messages/batches",
+    "create_message_batch",
+    "Answer many requests of `/v1/messages`, in room left by clients.",
     body=MessageBatchRequest,
     response=MessageBatch,
     errors=(*STORED_FILE, *BODY),
@@ -643,10 +637,10 @@ CREATE_MESSAGE_BATCH = Route(
 )
 
 LIST_MESSAGE_BATCHES = Route(
-    method="GET",
-    path="/v1/messages/batches",
-    name="list_message_batches",
-    sentence="One's batches of messages, the newest first.",
+    "GET",
+    "/v1/messages/batches",
+    "list_message_batches",
+    "One's batches of messages, the newest first.",
     response=MessageBatchList,
     parameters=(
         Parameter("limit", "query", "Most batches of the page, 1 to 1,000; 20."),
@@ -658,40 +652,40 @@ LIST_MESSAGE_BATCHES = Route(
 )
 
 MESSAGE_BATCH = Route(
-    method="GET",
-    path="/v1/messages/batches/{message_batch_id}",
-    name="message_batch",
-    sentence="The state of a batch of messages.",
+    "GET",
+    "/v1/messages/batches/{message_batch_id}",
+    "message_batch",
+    "The state of a batch of messages.",
     response=MessageBatch,
     errors=STORED_FILE,
     wire=ANTHROPIC,
 )
 
 CANCEL_MESSAGE_BATCH = Route(
-    method="POST",
-    path="/v1/messages/batches/{message_batch_id}/cancel",
-    name="cancel_message_batch",
-    sentence="End a batch of messages; what was answered so far is in its results.",
+    "POST",
+    "/v1/messages/batches/{message_batch_id}/cancel",
+    "cancel_message_batch",
+    "End a batch of messages; what was answered so far is in its results.",
     response=MessageBatch,
     errors=(*STORED_FILE, RequestError),
     wire=ANTHROPIC,
 )
 
 MESSAGE_BATCH_RESULTS = Route(
-    method="GET",
-    path="/v1/messages/batches/{message_batch_id}/results",
-    name="message_batch_results",
-    sentence="The results of a batch of messages that has ended, a line of JSON for each request.",
+    "GET",
+    "/v1/messages/batches/{message_batch_id}/results",
+    "message_batch_results",
+    "The results of a batch of messages that has ended, a line of JSON for each request.",
     response="application/x-jsonl",
     errors=(*STORED_FILE, RequestError),
     wire=ANTHROPIC,
 )
 
 DELETE_MESSAGE_BATCH = Route(
-    method="DELETE",
-    path="/v1/messages/batches/{message_batch_id}",
-    name="delete_message_batch",
-    sentence="Erase a batch of messages that has ended, with its results.",
+    "DELETE",
+    "/v1/messages/batches/{message_batch_id}",
+    "delete_message_batch",
+    "Erase a batch of messages that has ended, with its results.",
     response=MessageBatchDeleted,
     errors=(*STORED_FILE, RequestError),
     wire=ANTHROPIC,
@@ -700,56 +694,55 @@ DELETE_MESSAGE_BATCH = Route(
 # Requests and the cache
 
 REQUESTS = Route(
-    method="GET",
-    path="/v1/requests",
-    name="requests",
-    sentence="Requests of this replica, under way and lately ended; with tenants one's own, and all for "
-    "administrators.",
+    "GET",
+    "/v1/requests",
+    "requests",
+    "Requests of this replica, under way and lately ended; with tenants one's own, and all for administrators.",
     response=RequestList,
 )
 
 REQUESTS_EVENTS = Route(
-    method="GET",
-    path="/v1/requests/events",
-    name="requests_events",
-    sentence="The list of `/v1/requests` as a stream: an event for what has changed, at most two in a second.",
+    "GET",
+    "/v1/requests/events",
+    "requests_events",
+    "The list of `/v1/requests` as a stream: an event for what has changed, at most two in a second.",
     events=RequestsEvent,
     errors=(OverloadedError,),
 )
 
 EXPLAIN = Route(
-    method="GET",
-    path="/v1/requests/{request_id}/explain",
-    name="explain",
-    sentence="Where each block of a request's prompt came from, and why its workers were chosen.",
+    "GET",
+    "/v1/requests/{request_id}/explain",
+    "explain",
+    "Where each block of a request's prompt came from, and why its workers were chosen.",
     response=Explanation,
     errors=(NotFoundError, *MANAGER),
 )
 
 CACHE = Route(
-    method="GET",
-    path="/v1/cache",
-    name="cache",
-    sentence="Sizes, hit rates, evictions, and each worker's costs; with tenants one's own share of them.",
+    "GET",
+    "/v1/cache",
+    "cache",
+    "Sizes, hit rates, evictions, and each worker's costs; with tenants one's own share of them.",
     response=CacheReport,
     errors=MANAGER,
 )
 
 RESET_CACHE = Route(
-    method="POST",
-    path="/v1/cache/reset",
-    name="reset_cache",
-    sentence="Forget all KV that no request uses; for administrators where there are tenants.",
+    "POST",
+    "/v1/cache/reset",
+    "reset_cache",
+    "Forget all KV that no request uses; for administrators where there are tenants.",
     access=Access.ADMINISTRATORS,
     response=CacheReset,
     errors=MANAGER,
 )
 
 CACHE_EVENTS = Route(
-    method="GET",
-    path="/v1/cache/events",
-    name="cache_events",
-    sentence="Stream which blocks come and go; `?since=<number>` goes on where one left off. For administrators.",
+    "GET",
+    "/v1/cache/events",
+    "cache_events",
+    "Stream which blocks come and go; `?since=<number>` goes on where one left off. For administrators.",
     access=Access.ADMINISTRATORS,
     events=CacheEvent,
     parameters=(Parameter("since", "query", "Number from which to go on; without it a snapshot comes first."),),
@@ -757,19 +750,16 @@ CACHE_EVENTS = Route(
 )
 
 RESET_PREFIX_CACHE = Route(
-    method="POST",
-    path="/reset_prefix_cache",
-    name="reset_prefix_cache",
-    sentence="As `/v1/cache/reset`, under vLLM's name: KV that requests use stays, and the object store is reset, too.",
+    "POST",
+    "/reset_prefix_cache",
+    "reset_prefix_cache",
+    "As `/v1/cache/reset`, under vLLM's name: KV that requests use stays, and the object store is reset, too.",
     access=Access.ADMINISTRATORS,
     response=CacheReset,
     parameters=(
         Parameter("reset_running_requests", "query", "Not supported: only false is taken.", ("false", "0")),
         Parameter(
-            "reset_external",
-            "query",
-            "Taken: the object store is reset in either case.",
-            ("true", "false", "1", "0"),
+            "reset_external", "query", "Taken: the object store is reset in either case.", ("true", "false", "1", "0")
         ),
     ),
     errors=(RequestError, *MANAGER),
@@ -778,10 +768,10 @@ RESET_PREFIX_CACHE = Route(
 # Operation
 
 HEALTH = Route(
-    method="GET",
-    path="/health",
-    name="health",
-    sentence="200 while a request could be served, with the manager or without; 503 otherwise.",
+    "GET",
+    "/health",
+    "health",
+    "200 while a request could be served, with the manager or without; 503 otherwise.",
     access=Access.EVERYBODY,
     response=Health,
     errors=MANAGER,
@@ -793,27 +783,27 @@ PING = replace(HEALTH, path="/ping", name="ping", sentence="As `/health`, under 
 PING_BY_POST = replace(PING, method="POST")
 
 LOAD = Route(
-    method="GET",
-    path="/load",
-    name="load",
-    sentence="Answers under way at this replica; with tenants one's own, and all answers for administrators.",
+    "GET",
+    "/load",
+    "load",
+    "Answers under way at this replica; with tenants one's own, and all answers for administrators.",
     response=Load,
 )
 
 METRICS = Route(
-    method="GET",
-    path="/metrics",
-    name="metrics",
-    sentence="Metrics of this replica, the workers and the manager, in Prometheus' text format. For administrators.",
+    "GET",
+    "/metrics",
+    "metrics",
+    "Metrics of this replica, the workers and the manager, in Prometheus' text format. For administrators.",
     access=Access.ADMINISTRATORS,
     response="text/plain; version=0.0.4; charset=utf-8",
 )
 
 SERVER_INFO = Route(
-    method="GET",
-    path="/server_info",
-    name="server_info",
-    sentence="Model, settings and versions, without names of files, keys or tenants. For administrators.",
+    "GET",
+    "/server_info",
+    "server_info",
+    "Model, settings and versions, without names of files, keys or tenants. For administrators.",
     operation="show_server_info",
     access=Access.ADMINISTRATORS,
     response=ServerInfo,
@@ -822,117 +812,55 @@ SERVER_INFO = Route(
 )
 
 VERSION = Route(
-    method="GET",
-    path="/version",
-    name="version",
-    sentence="The version of raydix.",
+    "GET",
+    "/version",
+    "version",
+    "The version of raydix.",
     operation="show_version",
     access=Access.EVERYBODY,
     response=Version,
 )
 
 OPENAPI = Route(
-    method="GET",
-    path="/openapi.json",
-    name="openapi",
-    sentence="All routes, bodies, responses and errors, as OpenAPI's document.",
+    "GET",
+    "/openapi.json",
+    "openapi",
+    "All routes, bodies, responses and errors, as OpenAPI's document.",
     access=Access.EVERYBODY,
     response=ApiDocument,
 )
 
 DOCS = Route(
-    method="GET",
-    path="/docs",
-    name="docs",
-    sentence="The description in `/openapi.json` as a page, which needs no other server.",
+    "GET",
+    "/docs",
+    "docs",
+    "The description in `/openapi.json` as a page, which needs no other server.",
     access=Access.EVERYBODY,
     response="text/html",
 )
 
 PAGE = Route(
-    method="GET",
-    path="/",
-    name="page",
-    sentence="A page for people: chat, requests, the cluster and the cache.",
+    "GET",
+    "/",
+    "page",
+    "A page for people: chat, requests, the cluster and the cache.",
     access=Access.EVERYBODY,
     response="text/html",
     errors=(NotFoundError,),
 )
 
 PAGE_FILE = Route(
-    method="GET",
-    path="/page/{name}",
-    name="page_file",
-    sentence="Scripts and styles of the page.",
+    "GET",
+    "/page/{name}",
+    "page_file",
+    "Scripts and styles of the page.",
     access=Access.EVERYBODY,
     response="text/javascript",
     errors=(NotFoundError,),
 )
 
-ROUTES: Sequence[Route] = (
-    CHAT,
-    CONVERSATIONS,
-    COMPLETION,
-    EMBEDDINGS,
-    GENERATIVE_SCORING,
-    SCORE,
-    RESPONSES,
-    INPUT_TOKENS,
-    COMPACT,
-    MESSAGES,
-    COUNT_TOKENS,
-    INVOCATION,
-    RESPONSE,
-    DELETE_RESPONSE,
-    CANCEL_RESPONSE,
-    INPUT_ITEMS,
-    CREATE_CONVERSATION,
-    CONVERSATION,
-    UPDATE_CONVERSATION,
-    DELETE_CONVERSATION,
-    CONVERSATION_ITEMS,
-    ADD_CONVERSATION_ITEMS,
-    CONVERSATION_ITEM,
-    DELETE_CONVERSATION_ITEM,
-    TOKENIZE,
-    DETOKENIZE,
-    TOKENIZER_INFO,
-    MODELS,
-    MODEL,
-    UPLOAD_FILE,
-    LIST_FILES,
-    FILE,
-    FILE_CONTENT,
-    DELETE_FILE,
-    CREATE_BATCH,
-    LIST_BATCHES,
-    BATCH,
-    CANCEL_BATCH,
-    CREATE_MESSAGE_BATCH,
-    LIST_MESSAGE_BATCHES,
-    MESSAGE_BATCH,
-    CANCEL_MESSAGE_BATCH,
-    MESSAGE_BATCH_RESULTS,
-    DELETE_MESSAGE_BATCH,
-    REQUESTS,
-    REQUESTS_EVENTS,
-    EXPLAIN,
-    CACHE,
-    RESET_CACHE,
-    CACHE_EVENTS,
-    RESET_PREFIX_CACHE,
-    HEALTH,
-    PING,
-    PING_BY_POST,
-    LOAD,
-    METRICS,
-    SERVER_INFO,
-    VERSION,
-    OPENAPI,
-    DOCS,
-    PAGE,
-    PAGE_FILE,
-)
+# Every route above: a route that is declared is served and described, and there is no second list to keep.
+ROUTES: Sequence[Route] = tuple(each for each in tuple(vars().values()) if isinstance(each, Route))
 """All routes, in the order of OpenAPI's document."""
 
 _PARSERS = {route.name: route.parse for route in ROUTES if route.parse is not None}
