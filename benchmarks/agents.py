@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.command import begin, command_parser
 from benchmarks.replay import TOKEN_BUDGET
-from benchmarks.replaying.agents import Agents, AgentTrace, Step, read_agents
+from benchmarks.replaying.agents import Agents, AgentStep, AgentTrace, read_agents
 from benchmarks.replaying.cluster import Cluster
 from benchmarks.replaying.routers import Managed
 from benchmarks.replaying.speeds import ConstantSpeeds
@@ -51,7 +51,7 @@ RULES = {
 }
 
 
-class Run:
+class RuleRun:
     """One rule with one number of agents."""
 
     def __init__(self, trace: AgentTrace, num_workers: int, capacity: int, rule: str, seed: int) -> None:
@@ -68,7 +68,7 @@ class Run:
         ]
         self._cluster = Cluster(workers, Managed(workers, SPEEDS, turns=turns), on_end=self._ended)
         self._agents = Agents(trace, self._submit, Random(seed))
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, AgentStep] = {}
         self.ended: list[tuple[int, ReplayedRequest]] = []
         """Slot and job of the calls that have ended."""
 
@@ -77,7 +77,7 @@ class Run:
         self._agents.start(num_slots)
         self._cluster.run_until(end_s)
 
-    def _submit(self, step: Step) -> None:
+    def _submit(self, step: AgentStep) -> None:
         job = ReplayedRequest(len(self.ended) + len(self._steps), step.request)
         self._steps[job.number] = step
         self._cluster.submit(job)
@@ -91,7 +91,7 @@ class Run:
 def figures(trace: AgentTrace, num_workers: int, over: float, rule: str, options: argparse.Namespace) -> dict[str, Any]:
     """Steps per hour, times to first token, hits, and the steps of the agents that made the fewest."""
     num_slots = max(1, round(over * num_workers * options.capacity_blocks / trace.mean_footprint))
-    run = Run(trace, num_workers, options.capacity_blocks, rule, options.seed)
+    run = RuleRun(trace, num_workers, options.capacity_blocks, rule, options.seed)
     run.run(num_slots, WARM_UP_S + 3600 * options.hours)
 
     counted = [(slot, job) for slot, job in run.ended if (job.finished_s or 0.0) >= WARM_UP_S]

@@ -22,7 +22,7 @@ STOPS = {"tool_use": FinishReason.TOOL_CALLS, "end_turn": FinishReason.STOP, "ma
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AgentCall:
     """One call of a chain."""
 
     think_s: float
@@ -39,7 +39,7 @@ class Call:
 class Chain:
     """The calls of an agent, or of a sub-agent."""
 
-    calls: Sequence[Call]
+    calls: Sequence[AgentCall]
     children: Sequence[tuple[int, Chain]]
     """Sub-agents, each with the number of the call during which it began."""
 
@@ -89,9 +89,9 @@ def _chain(row: dict[str, object], rows: Sequence[dict[str, object]]) -> Chain:
     return Chain([_call(call) for call in calls], children)
 
 
-def _call(row: dict[str, object]) -> Call:
+def _call(row: dict[str, object]) -> AgentCall:
     numbers = {name: float(str(row[name])) for name in ("think", "in", "out", "blocks", "lcp")}
-    return Call(
+    return AgentCall(
         think_s=max(0.0, numbers["think"]),
         num_prompt_tokens=max(1, int(numbers["in"])),
         num_output_tokens=max(1, int(numbers["out"])),
@@ -102,7 +102,7 @@ def _call(row: dict[str, object]) -> Call:
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class AgentStep:
     """One call on its way. Times are virtual seconds."""
 
     slot: int
@@ -111,7 +111,7 @@ class Step:
     """To be called with the time of the answer's end."""
 
 
-Submit = Callable[[Step], None]
+Submit = Callable[[AgentStep], None]
 """Sends a step at its time, which is not in the past."""
 
 
@@ -157,7 +157,7 @@ class Agents:
         request = TraceRequest(
             when, hashes, call.num_prompt_tokens, call.num_output_tokens, stop=call.stop, has_session=False
         )
-        self.submit(Step(slot, request, go_on))
+        self.submit(AgentStep(slot, request, go_on))
         for at, child in chain.children:
             if at == number:
                 self._call(slot, child, 0, (), when, is_main=False)

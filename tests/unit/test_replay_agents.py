@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.agents import Run, main
-from benchmarks.replaying.agents import AgentTrace, Call, Chain, read_agents
+from benchmarks.agents import RuleRun, main
+from benchmarks.replaying.agents import AgentCall, AgentTrace, Chain, read_agents
 from benchmarks.replaying.traces import ReplayError
 from raydix.engine.core.types import FinishReason
 
@@ -31,7 +31,9 @@ def write(path: Path, *sessions: list[dict[str, Any]]) -> Path:
 def growing(num_calls: int, num_blocks: int) -> Chain:
     """A session whose prompt grows by a block with each call."""
     calls = [
-        Call(2.0, 64 * (num_blocks + n), 20, num_blocks + n, num_blocks + n - 1 if n else 0, FinishReason.TOOL_CALLS)
+        AgentCall(
+            2.0, 64 * (num_blocks + n), 20, num_blocks + n, num_blocks + n - 1 if n else 0, FinishReason.TOOL_CALLS
+        )
         for n in range(num_calls)
     ]
     return Chain(calls, ())
@@ -58,7 +60,7 @@ def test_a_file_that_is_no_trace_is_named(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("rule", ["adaptive", "turns"])
 def test_each_call_comes_after_the_one_before(rule: str) -> None:
-    run = Run(AgentTrace(64, [growing(50, 20)]), num_workers=2, capacity=100, rule=rule, seed=0)
+    run = RuleRun(AgentTrace(64, [growing(50, 20)]), num_workers=2, capacity=100, rule=rule, seed=0)
     run.run(num_slots=4, end_s=300.0)
     ends: dict[int, float] = {}
     for slot, job in run.ended:
@@ -73,7 +75,7 @@ def test_turns_save_prompts_where_sessions_do_not_fit() -> None:
     trace = AgentTrace(64, [growing(200, 1000)])
     steps, hits = {}, {}
     for rule in ("lru", "turns-lru"):
-        run = Run(trace, num_workers=1, capacity=3800, rule=rule, seed=0)
+        run = RuleRun(trace, num_workers=1, capacity=3800, rule=rule, seed=0)
         run.run(num_slots=10, end_s=1500.0)
         steps[rule] = len(run.ended)
         hits[rule] = sum(job.num_hits for _, job in run.ended) / sum(len(job.request.hashes) for _, job in run.ended)
@@ -86,7 +88,7 @@ def test_turns_change_nothing_while_all_fit() -> None:
     trace = AgentTrace(64, [growing(200, 1000)])
     ended = []
     for rule in ("adaptive", "turns"):
-        run = Run(trace, num_workers=1, capacity=5000, rule=rule, seed=0)
+        run = RuleRun(trace, num_workers=1, capacity=5000, rule=rule, seed=0)
         run.run(num_slots=3, end_s=600.0)
         ended.append([(slot, job.first_token_s, job.finished_s) for slot, job in run.ended])
     assert ended[0] == ended[1]

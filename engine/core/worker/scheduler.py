@@ -67,7 +67,7 @@ from raydix.engine.core.worker.step import (
 )
 from raydix.engine.core.worker.swaps import SwapPolicy, Swaps, num_swapped_blocks
 from raydix.engine.core.worker.transfers import Transfers
-from raydix.engine.core.worker.virtual_time import Turns, VirtualTime
+from raydix.engine.core.worker.virtual_time import StartTurns, VirtualTime
 
 
 class Scheduler:
@@ -319,7 +319,7 @@ class Scheduler:
         taken = self.idle.take(now, num_left, self._room(), is_alone=not chunks)
         return [] if taken is None else [chunk_of(*taken)]
 
-    def _startable(self, turns: Turns | None, now: float) -> Iterator[tuple[deque[Request], Request, list[int]]]:
+    def _startable(self, turns: StartTurns | None, now: float) -> Iterator[tuple[deque[Request], Request, list[int]]]:
         """Requests that could start if there is room, in order, each with its queue and its cached blocks: of each
         priority swapped, then other preempted, then waiting ones, and of several tenants in `turns`.
 
@@ -389,7 +389,7 @@ class Scheduler:
             self._preempt(victim, now)
             preempted.append(victim.request_id)
 
-    def _above_share(self, request: Request, turns: Turns) -> Request | None:
+    def _above_share(self, request: Request, turns: StartTurns) -> Request | None:
         """The running request that gives way to one of another tenant: the last one of the tenant with the most above
         its share. None if nobody is above, or this tenant would be itself, so that no room goes back and forth."""
         used: dict[str, float] = {}

@@ -63,11 +63,11 @@ class VirtualTime:
         total = sum(self.weight(tenant) for tenant in self.active)
         return {tenant: self.weight(tenant) / total for tenant in self.active}
 
-    def turns(self, running: Iterable[Request], costs: WorkerCosts) -> "Turns | None":
+    def turns(self, running: Iterable[Request], costs: WorkerCosts) -> "StartTurns | None":
         """The tenants' turns to start requests in one step; None where there is nothing to order."""
         if not self.are_several:
             return None
-        turns = Turns(self, costs)
+        turns = StartTurns(self, costs)
         for request in running:
             turns.started(request)
         return turns
@@ -109,7 +109,7 @@ class VirtualTime:
         assert self._num_requests.keys() <= self._times.keys()
 
 
-class Turns:
+class StartTurns:
     """Turns to start requests. What is still to be computed of started prompts counts as if it had been, so that a
     tenant does not start all its requests before the first of them is charged."""
 
