@@ -24,6 +24,7 @@ from raydix.engine.model.lora import Lora, LoraRows
 from raydix.engine.model.tokenizer import quiet_transformers
 from tests.model.random_adapters import ATTENTION, EVERY, write_adapter
 from tests.model.random_models import reference
+from tests.model.test_cuda_runner import needs_gpu
 from tests.model.test_exactness import BLOCK_SIZE, Output, assignment, run
 from tests.skips import NO_PEFT, NO_PRODUCT
 
@@ -127,12 +128,18 @@ def test_what_peft_writes_is_what_peft_computes(case: str, settings: dict[str, o
     assert relative_error(plain, expected) > 0.05
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def device(request: pytest.FixtureRequest) -> str:
+    place: str = request.param
+    return place
+
+
 class Machine:
     """A decoder with adapters, and engines of it."""
 
-    def __init__(self, case: str, folder: Path, num_adapters: int) -> None:
+    def __init__(self, case: str, folder: Path, num_adapters: int, device: str = "cpu") -> None:
         reference(case, folder / "model")
-        self.decoder = Decoder.from_folder(folder / "model", torch.bfloat16, "cpu")
+        self.decoder = Decoder.from_folder(folder / "model", torch.bfloat16, device, deterministic=True)
         if not self.decoder.has_independent_rows:
             pytest.skip(NO_PRODUCT)
         self.store = AdapterStore(self.decoder)
@@ -156,9 +163,9 @@ def ask(name: str, adapter: Adapter | None, prompt: tuple[int, ...] = PROMPT, st
 
 
 @pytest.mark.parametrize("case", OF_FAMILIES)
-def test_the_same_bits(case: str, tmp_path: Path) -> None:
+def test_the_same_bits(case: str, tmp_path: Path, device: str) -> None:
     """Of the model alone and of each adapter: cold, from the cache, in chunks, in a batch, preempted, with drafts."""
-    machine = Machine(case, tmp_path, 3)
+    machine = Machine(case, tmp_path, 3, device)
     asked = {"none": None, **{adapter.name: adapter for adapter in machine.adapters}}
     cold: dict[str, Output] = {}
     for name, adapter in asked.items():
@@ -190,8 +197,8 @@ def test_the_same_bits(case: str, tmp_path: Path) -> None:
     assert num_drafted > 0
 
 
-def test_prefilled_by_one_engine_and_decoded_by_another(tmp_path: Path) -> None:
-    machine = Machine("llama 3", tmp_path, 2)
+def test_prefilled_by_one_engine_and_decoded_by_another(tmp_path: Path, device: str) -> None:
+    machine = Machine("llama 3", tmp_path, 2, device)
     for adapter in machine.adapters:
         whole = ask("ours", adapter)
         cold = run(machine.engine(), [whole])["ours"]
