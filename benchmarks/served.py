@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -146,9 +147,15 @@ def running(server: Server, log: Path) -> Iterator[str]:
 
 
 def _answers(url: str) -> bool:
+    """Whether the server has its model, and can serve it: each has /health but one, which has nothing there."""
     try:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as response:
-            return bool(response.status == 200)
+            if response.status != 200:
+                return False
+        with urllib.request.urlopen(f"{url}/health", timeout=5):
+            return True
+    except urllib.error.HTTPError as error:
+        return error.code == 404
     except OSError:
         return False
 
