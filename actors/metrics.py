@@ -37,6 +37,8 @@ COMMON_REFUSALS: tuple[type[RaydixError], ...] = (
     OverloadedError,
 )
 """Errors whose counts begin at 0: an error's first occurrence shall enter a rate."""
+LOADED = "loaded"
+"""Label of the adapters that were loaded at run time, all together: clients and administrators name no metrics."""
 HOLDS = ("loop", "lock")
 """Kinds of holds that a process's watchdog finds: a turn of the event loop, the interpreter's lock."""
 DUTIES = (Role.PREFILL, Role.DECODE, Role.MIXED)
@@ -216,12 +218,19 @@ class IngressMetrics:
     """Metrics of one ingress replica, reported once per request."""
 
     def __init__(
-        self, tenants: Iterable[str], replica: str = "", routes: Iterable[str] = (), kinds: Any = ray_metrics
+        self,
+        tenants: Iterable[str],
+        replica: str = "",
+        routes: Iterable[str] = (),
+        kinds: Any = ray_metrics,
+        adapters: Iterable[str] = (),
     ) -> None:
         """`tenants` are the names of all tenants that may send requests. `replica` names this replica at `/metrics`,
         as Serve does elsewhere. `routes` are those whose refusals are counted from 0 on. `kinds` has the classes of
-        metrics: in a replica of Serve's `ray.serve.metrics`, which names the replica."""
+        metrics: in a replica of Serve's `ray.serve.metrics`, which names the replica. `adapters` are the names in the
+        configuration."""
         tags = {"replica": replica}
+        self._adapters = frozenset(adapters)
 
         def counter(name: str, description: str, *keys: str) -> CounterInstrument:
             metric = kinds.Counter(name, description=description, tag_keys=_keys(*keys))
@@ -240,6 +249,12 @@ class IngressMetrics:
             "tenant",
             "source",
         )
+        whose = "by adapter; those loaded at run time are one."
+        self._adapter_requests = counter(
+            "raydix_adapter_requests", f"Requests of adapters by how they ended, {whose}", "adapter", "outcome"
+        )
+        self._adapter_prompt = counter("raydix_adapter_prompt_tokens", f"Prompt tokens received, {whose}", "adapter")
+        self._adapter_generated = counter("raydix_adapter_generation_tokens", f"Tokens generated, {whose}", "adapter")
         self._ttft_s = histogram("raydix_ttft_seconds", "Arrival to first token.")
         self._tpot_s = histogram("raydix_tpot_seconds", "Mean time per token after the first.")
         self._lookups = counter(
@@ -257,6 +272,10 @@ class IngressMetrics:
         )
 
         self.know(tenants)
+        names = (*sorted(self._adapters), LOADED)
+        self._adapter_requests.begin(adapter=names, outcome=OUTCOMES)
+        self._adapter_prompt.begin(adapter=names)
+        self._adapter_generated.begin(adapter=names)
         self._lookups.begin(result=("hit", "miss"))
         self._failovers.begin()
         for error in COMMON_REFUSALS:
@@ -281,6 +300,13 @@ class IngressMetrics:
         for source, count in request.hits.items():
             if count:
                 self._hits.inc(count, tags={"tenant": tenant, "source": source})
+
+        if request.adapter is not None:
+            adapter = request.adapter if request.adapter in self._adapters else LOADED
+            self._adapter_requests.inc(tags={"adapter": adapter, "outcome": request.outcome})
+            self._adapter_prompt.inc(request.num_prompt, tags={"adapter": adapter})
+            if request.num_generated:
+                self._adapter_generated.inc(request.num_generated, tags={"adapter": adapter})
 
         if request.ttft_s is not None:
             self._ttft_s.observe(request.ttft_s)

@@ -228,8 +228,10 @@ def _whole_explanation(explained: Mapping[str, Any]) -> list[RenderableType]:
 def _explanation(name: str, attempt: Attempt) -> list[RenderableType]:
     """What `raydix why` prints of an attempt."""
     hits = sum(run["count"] for run in attempt["blocks"] if run["hit"]) * attempt["block_size"]
+    adapter = "" if attempt["adapter"] is None else f" with adapter {attempt['adapter']}"
+    title = f"{name}, attempt {attempt['attempt'] + 1}{adapter}: {attempt['prompt_tokens']:,} prompt tokens"
     lines: list[RenderableType] = [
-        _text(f"{name}, attempt {attempt['attempt'] + 1}: {attempt['prompt_tokens']:,} prompt tokens", style="bold"),
+        _text(title, style="bold"),
         _strip(attempt),
         _legend(attempt),
     ]

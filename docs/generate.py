@@ -368,7 +368,7 @@ def metrics_page() -> str:
         holds.begin()
         groups: dict[str, object] = {
             "Worker": WorkerMetrics("worker", Role.MIXED),
-            "Ingress": IngressMetrics(["tenant"]),
+            "Ingress": IngressMetrics(["tenant"], adapters=["adapter"]),
             "Manager": ManagerMetrics(),
             "Ingress replicas, workers and manager": holds,
         }

@@ -105,18 +105,27 @@ class LLM:
         dtype: str | None = None,
         quantization: str | None = None,
         max_model_len: int | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         **sections: Mapping[str, Any],
     ) -> None:
         """Load a model; returns when it can answer.
 
         `model`: a folder, hub id, GGUF file or `package:<package>/<file>`; by default the configuration's, as `dtype`,
         `quantization` and `max_model_len` (tokens). `config`: names or paths of configurations, merged in order.
-        Further arguments are sections of a configuration, merged over them: `LLM(cache={"pool_gib": 4})`.
+        `adapters`: folders of adapters (LoRA, as PEFT writes them) by the names that calls choose them by. Further
+        arguments are sections of a configuration, merged over them: `LLM(cache={"pool_gib": 4})`.
 
         Raises:
-            StartupError: the configuration or the model cannot be used.
+            StartupError: the configuration, the model or an adapter cannot be used.
         """
-        own = {"source": model, "dtype": dtype, "quantization": quantization, "max_model_len": max_model_len}
+        folders = None if adapters is None else {name: str(folder) for name, folder in adapters.items()}
+        own = {
+            "source": model,
+            "dtype": dtype,
+            "quantization": quantization,
+            "max_model_len": max_model_len,
+            "adapters": folders,
+        }
         given = {name: value for name, value in own.items() if value is not None}
         server = _server([config] if isinstance(config, str) else list(config), {"model": given, **sections})
         self._open_server: OneProcess | None = server
@@ -137,23 +146,26 @@ class LLM:
         prompts: OnePrompt | Sequence[OnePrompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts, texts or lists of token ids; returns the answers in their order.
 
-        `params` is one for all, or one for each. `use_tqdm` shows progress on a terminal.
+        `params` and `adapter`, the name of one, are for all, or one for each; adapter None: the model alone. `use_tqdm`
+        shows progress on a terminal.
 
         Raises:
-            RequestError: a prompt or a parameter is not valid; nothing more is computed.
+            RequestError: a prompt or a parameter is not valid, or no adapter has the name; nothing more is computed.
         """
         each: Sequence[OnePrompt] = [prompts] if _is_one(prompts) else prompts  # type: ignore[list-item,assignment]
-        return self._all("prompt", each, params, show=use_tqdm)
+        return self._all("prompt", each, params, adapter, show=use_tqdm)
 
     def chat(
         self,
         messages: Chat | Sequence[Chat],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
         **fields: Any,
     ) -> list[RequestOutput]:
@@ -161,23 +173,35 @@ class LLM:
         as `generate`."""
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         each: Sequence[Any] = [messages] if is_one else messages
-        return self._all("messages", each, params, show=use_tqdm, **fields)
+        return self._all("messages", each, params, adapter, show=use_tqdm, **fields)
 
-    def embed(self, prompts: OnePrompt | Sequence[OnePrompt], *, normalize: bool = True) -> list[tuple[float, ...]]:
-        """Make a vector for each prompt, pooled from the model's hidden states; of length 1 if `normalize`."""
+    def embed(
+        self, prompts: OnePrompt | Sequence[OnePrompt], *, normalize: bool = True, adapter: str | None = None
+    ) -> list[tuple[float, ...]]:
+        """Make a vector for each prompt, pooled from the model's hidden states, with the adapter of this name if there
+        is one; of length 1 if `normalize`."""
         each = [prompts] if _is_one(prompts) else list(prompts)
         inputs = [prompt if isinstance(prompt, str) else list(prompt) for prompt in each]  # type: ignore[arg-type]
-        request = EmbedRequest(input=tuple(inputs), use_activation=normalize)  # type: ignore[arg-type]
+        request = EmbedRequest(input=tuple(inputs), use_activation=normalize, model=adapter)  # type: ignore[arg-type]
         response: EmbedResponse = self._wait(self._server.replica.embed(request))
         return list(response.embeddings)
 
     def score(
-        self, query: str, items: Sequence[str], labels: Sequence[int], *, apply_softmax: bool = False
+        self,
+        query: str,
+        items: Sequence[str],
+        labels: Sequence[int],
+        *,
+        apply_softmax: bool = False,
+        adapter: str | None = None,
     ) -> list[list[float]]:
-        """Score each item by the probabilities of the label tokens behind query and item, as `/v1/score` has them."""
+        """Score each item by the probabilities of the label tokens behind query and item, as `/v1/score` has them, with
+        the adapter of this name if there is one."""
         import orjson
 
         body = {"query": query, "items": list(items), "label_token_ids": list(labels), "apply_softmax": apply_softmax}
+        if adapter is not None:
+            body["model"] = adapter
         answer = self._wait(self._server.replica.frontend.answer_line("score", orjson.dumps(body), EVERYONE))
         content = orjson.loads(answer.body)
         if answer.status >= 400:
@@ -230,11 +254,20 @@ class LLM:
             raise RuntimeError("this LLM is closed")
         return self._open_server
 
-    def _all(self, name: str, prompts: Sequence[Any], params: Any, *, show: bool, **fields: Any) -> list[RequestOutput]:
-        chosen = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+    def _all(
+        self, name: str, prompts: Sequence[Any], params: Any, adapter: Any, *, show: bool, **fields: Any
+    ) -> list[RequestOutput]:
+        chosen = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(chosen) != len(prompts):
             raise RequestError(f"There are {len(chosen)} SamplingParams for {len(prompts)} prompts.", param="params")
-        requests = [_request(name, prompt, each, fields) for prompt, each in zip(prompts, chosen, strict=True)]
+        is_one = adapter is None or isinstance(adapter, str)
+        adapters = [adapter] * len(prompts) if is_one else list(adapter)
+        if len(adapters) != len(prompts):
+            raise RequestError(f"There are {len(adapters)} adapters for {len(prompts)} prompts.", param="adapter")
+        requests = [
+            _request(name, prompt, each, fields if model is None else {**fields, "model": model})
+            for prompt, each, model in zip(prompts, chosen, adapters, strict=True)
+        ]
         with _progress(len(requests), show=show) as advance:
             return self._wait(self._answers(requests, [each.n for each in chosen], advance))
 

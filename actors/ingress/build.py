@@ -75,7 +75,9 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
     reader = _reader(config, model)
     all_tenants = tenants(config)
     models = ServedModels(model.served, _adapters(config, model), all_tenants)
-    metrics = IngressMetrics(all_tenants.names, replica_id, ROUTES, runtime.request_metrics())
+    metrics = IngressMetrics(
+        all_tenants.names, replica_id, ROUTES, runtime.request_metrics(), adapters=config.model.adapters
+    )
     manager = ManagerLink(runtime)
     room = Room(replica_limits(config).max_requests, all_tenants)
     # One process has one name: workers and the manager never take a new process for one that they follow.

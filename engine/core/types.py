@@ -401,6 +401,8 @@ class AdmitRequest:
     """Priority as `Assignment.priority`."""
     reasoning_turn: int | None = None
     """Number of earlier answers in a chat whose next answer may begin with reasoning; None for other requests."""
+    adapter: str | None = None
+    """Name of the request's adapter, for reports; None: the model alone."""
 
     @property
     def is_behind(self) -> bool:

@@ -36,6 +36,8 @@ class FinishedRequest:
     """Cached tokens of the prompt by source."""
     ttft_s: float | None
     tpot_s: float | None
+    adapter: str | None = None
+    """Name of the request's adapter; None: the model alone."""
 
 
 class Refusals:
@@ -110,7 +112,7 @@ def log_request(job: Job, finished: FinishedRequest, *, num_cached: int, duratio
             ttft_s=None if ttft_s is None else round(ttft_s, 4),
             duration_s=round(duration_s, 4),
             ignored=list(job.spec.ignored),
-            adapter=None if generations[0].adapter is None else generations[0].adapter.name,
+            adapter=finished.adapter,
         ),
     )
 
@@ -184,6 +186,8 @@ class Accounting:
             usage.cached_tokens, sum(a.generation.imported_tokens for a in job.answers[:: job.spec.num_samples])
         )
         hits = {"local": usage.cached_tokens - imported, "imported": imported}
+        # All choices of a request are one adapter's: its model names the adapter.
+        adapter = job.answers[0].generation.adapter
         finished = FinishedRequest(
             tenant=job.tenant.name,
             outcome=outcome_of(job),
@@ -192,6 +196,7 @@ class Accounting:
             hits=hits,
             ttft_s=ttft_s,
             tpot_s=tpot_s,
+            adapter=None if adapter is None else adapter.name,
         )
         self._metrics.finished(finished)
         log_request(job, finished, num_cached=usage.cached_tokens, duration_s=now - job.arrived_at)

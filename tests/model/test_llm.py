@@ -22,9 +22,10 @@ from raydix.actors.one_process import OneProcess, UnwantedError
 from raydix.cli.serve import of_one_process
 from raydix.configs.choose import Machine
 from raydix.engine.api.formats import StructuredOutputs
-from raydix.engine.core.errors import ContextLengthError, RequestError, StartupError
-from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.core.errors import ContextLengthError, ModelNotFoundError, RequestError, StartupError
+from raydix.engine.model.sources import DEFAULT_MODEL, read_description, resolve_model
 from raydix.engine.model.weights import Checkpoint
+from tests.model.random_adapters import write_adapter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -182,6 +183,30 @@ def test_a_model_that_computes_nothing_is_certain() -> None:
         [answer] = llm.generate("x", SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=1))
     assert answer.outputs[0].logprobs is not None
     assert [each.chosen for each in answer.outputs[0].logprobs] == [0.0] * 3
+
+
+def test_each_prompt_may_have_an_adapter_of_its_own(tmp_path: Path) -> None:
+    config = read_description(DEFAULT_MODEL)
+    for seed, name in enumerate(("sql", "rivers")):
+        write_adapter(tmp_path / name, config, seed, rank=4)
+    folders = {"sql": tmp_path / "sql", "org/rivers": str(tmp_path / "rivers")}
+    prompt, asked = list(range(1000, 1100)), [None, "sql", "org/rivers"]
+    with LLM(DEFAULT_MODEL, max_model_len=1024, cache=SMALL, adapters=folders) as llm:
+        together = llm.generate([prompt] * 3, GREEDY, adapter=asked, use_tqdm=False)
+        assert [output.num_cached_tokens for output in together] == [0, 0, 0]
+        assert len({output.outputs[0].token_ids for output in together}) == 3, "each says something else"
+        for name, output in zip(asked, together, strict=True):
+            [again] = llm.generate(prompt, GREEDY, adapter=name)
+            assert again.outputs == output.outputs and again.num_cached_tokens >= 96
+        sure = SamplingParams(temperature=0, max_tokens=2, logprobs=0)
+        answers = [llm.chat(CHAT, sure, adapter=name)[0].outputs[0].cumulative_logprob for name in asked]
+        vectors = [llm.embed("A river.", adapter=name)[0] for name in (None, "sql")]
+        scores = [llm.score("A", ["b"], [5, 6], adapter=name)[0] for name in (None, "sql")]
+        assert len(set(answers)) == 3 and vectors[0] != vectors[1] and scores[0] != scores[1]
+        with pytest.raises(ModelNotFoundError, match="'nobody' does not exist"):
+            llm.generate(prompt, GREEDY, adapter="nobody")
+        with pytest.raises(RequestError, match="2 adapters for 1 prompts"):
+            llm.generate(prompt, GREEDY, adapter=["sql", None])
 
 
 def test_closing_frees_the_memory() -> None:

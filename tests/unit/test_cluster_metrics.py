@@ -99,6 +99,29 @@ def test_counters_are_there_at_0_and_grow() -> None:
     assert (buckets["0.01"], buckets["0.025"], buckets["+Inf"]) == (0, 1, 1)
 
 
+def test_adapters_of_the_configuration_are_counted_by_name_and_others_together() -> None:
+    """Names that clients, or administrators at run time, give make no series of their own."""
+
+    async def scrape() -> str:
+        cluster = Cluster(w=lambda: answers("w"))
+        cluster.ingress = IngressMetrics(["a"], "r", adapters=["sql", "org/rivers"])
+        for adapter in (None, "sql", "sql", "tuned-1", "tuned-2"):
+            ended = FinishedRequest("a", "stop", 7, 3, {"local": 0, "imported": 0}, 0.02, None, adapter)
+            cluster.ingress.finished(ended)
+        return await cluster.metrics.text()
+
+    text = asyncio.run(scrape())
+    found = (sample for metric in text_string_to_metric_families(text) for sample in metric.samples)
+    requests = {
+        sample.labels["adapter"]: sample.value
+        for sample in found
+        if sample.name == "raydix_adapter_requests_total" and sample.labels["outcome"] == "stop"
+    }
+    assert requests == {"sql": 2, "org/rivers": 0, "loaded": 2}
+    assert values(text, "raydix_adapter_prompt_tokens_total", "adapter") == {"sql": 14, "org/rivers": 0, "loaded": 14}
+    assert values(text, "raydix_adapter_generation_tokens_total", "adapter")["sql"] == 6
+
+
 def test_draft_tokens_are_counted_by_source_and_place() -> None:
     metrics, engine = WorkerMetrics("w", Role.MIXED), drafting_engine()
     counts = engine.scheduler.drafting.counts

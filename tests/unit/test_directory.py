@@ -749,6 +749,15 @@ def test_a_decision_knows_what_came_of_it(split: Directory) -> None:
     assert shown["drafts"] == {"past": {"drafted": 9, "accepted": 7}}
 
 
+def test_a_decision_names_the_adapter(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "m", Role.MIXED)
+    admit(directory, "plain", A)
+    directory.admit(AdmitRequest("adapted", 0, (B,), 6, adapter="org/sql"), 0.0)
+    shown = [explained(directory, name, None, 0.0)[0]["attempts"][0]["adapter"] for name in ("plain", "adapted")]  # type: ignore[index]
+    assert shown == [None, "org/sql"]
+
+
 def test_an_attempt_that_is_admitted_again_has_one_decision(split: Directory) -> None:
     admit(split, "r", A)
     split.remove_worker("d")

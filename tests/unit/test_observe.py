@@ -191,6 +191,13 @@ def test_why_shows_the_blocks_and_the_reason(url: str, name: list[str], capsys: 
     assert "66% cached; first token after 250 ms, expected 300 ms; all of it computed: 1.50 s" in sums
 
 
+def test_why_names_the_adapter(url: str, explanation: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    [choice] = explanation["choices"]
+    choice["attempts"] = [replace(DECISION, adapter="org/sql").as_json()]
+    assert main(["why", "--url", url]) == 0
+    assert "b-0, attempt 1 with adapter org/sql: 170 prompt tokens" in capsys.readouterr().out
+
+
 def test_why_names_the_answer_that_a_branch_left(
     url: str, explanation: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -240,6 +240,7 @@ class Generation:
             objectives=self.objectives,
             priority=self.priority,
             reasoning_turn=self.reasoning_turn,
+            adapter=None if self.adapter is None else self.adapter.name,
         )
 
     def named_answer(self, chain: BlockChain, hashes: Sequence[BlockHash]) -> bytes:

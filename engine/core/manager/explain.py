@@ -128,6 +128,8 @@ class Decision:
     """Set if the first computed block was evicted before."""
     admitted_at: float = 0.0
     """Time of the admission, in seconds since the epoch."""
+    adapter: str | None = None
+    """Name of the request's adapter, which shares its KV with no other one; None: the model alone."""
 
     @property
     def regret_s(self) -> float | None:
@@ -184,6 +186,7 @@ class Decision:
         num_hashed = sum(count for _, count in self.runs) * self.block_size
         return {
             "attempt": self.attempt,
+            "adapter": self.adapter,
             "prompt_tokens": self.num_tokens,
             "block_size": self.block_size,
             "blocks": [{"source": str(source), "hit": source in HITS, "count": count} for source, count in self.runs],

@@ -86,6 +86,7 @@ class Explanations:
             duties=_duties(placement, considered, workers),
             objective_ttft_s=objective_ttft_s,
             when_late=when_late,
+            adapter=request.adapter,
         )
         self._decisions.admitted(request.request_id, decision)
         self._statistics.admitted(
