@@ -7,8 +7,6 @@ text, by its place in the file: who reads it has limits for hostile ones.
 
 import asyncio
 import os
-import pickle
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from raydix.engine.api.batches import NO_LIMITS, Line, LineEndpoint, LineLimits, body_place, parse_line
-from raydix.engine.batches.beside import BESIDE_BYTES, be_nice, run_beside
+from raydix.engine.batches.beside import BESIDE_BYTES, run_beside
 from raydix.engine.core.batches.lines import PrefixOrder
 from raydix.engine.core.batches.records import Problem
 
@@ -94,24 +92,7 @@ async def read_beside(path: Path, endpoint: LineEndpoint | None, limits: LineLim
     if (await asyncio.to_thread(path.stat)).st_size <= BESIDE_BYTES:
         return await asyncio.to_thread(read_input, path, endpoint, limits)
 
-    found: Input | list[Problem] | OSError = await run_beside(__name__, (path, endpoint, limits))
-    if isinstance(found, OSError):
-        raise found
-    return found
-
-
-def _read_and_answer() -> None:
-    """Be the process of `read_beside`."""
-    be_nice()
-    path, endpoint, limits = pickle.load(sys.stdin.buffer)
-    # As this module is imported by others: classes of a main module cannot be unpickled elsewhere.
-    from raydix.engine.batches.lines import read_input
-
-    try:
-        found: Input | list[Problem] | OSError = read_input(path, endpoint, limits, rest=None)
-    except OSError as error:
-        found = error
-    pickle.dump(found, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
+    return await run_beside(read_input, path, endpoint, limits, rest=None)
 
 
 class _Reading:
@@ -177,7 +158,3 @@ class _Reading:
             message = f"'custom_id' must be unique, and line {other} has the same."
             return Problem("duplicate_custom_id", message, number, "custom_id")
         return line
-
-
-if __name__ == "__main__":
-    _read_and_answer()

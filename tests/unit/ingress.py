@@ -590,6 +590,6 @@ async def call(
         if leaves_at is not None and leaves_at(reply):
             gone.set()
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):  # a guard against a hang alone: slow machines take seconds
         await app(scope, receive, send)
     return reply

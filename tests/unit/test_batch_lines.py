@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,6 +11,7 @@ import pytest
 from raydix.engine.api.batch_models import StatusName
 from raydix.engine.api.batches import Line, LineLimits, batch_object, page_body, parse_batch, parse_line, window_s
 from raydix.engine.batches import lines as lines_module
+from raydix.engine.batches.beside import run_beside
 from raydix.engine.batches.lines import MAX_PROBLEMS, Input, read_beside, read_input
 from raydix.engine.core.batches.batch_run import Progress
 from raydix.engine.core.batches.records import Problem, Status
@@ -174,6 +176,12 @@ def test_a_large_file_is_read_by_a_process_beside(tmp_path: Path, monkeypatch: p
     path.unlink()
     with pytest.raises(FileNotFoundError):
         asyncio.run(read_beside(path, ENDPOINT, LineLimits()))
+
+
+def test_a_process_beside_that_dies_is_an_error() -> None:
+    assert asyncio.run(run_beside(os.getpid)) != os.getpid()
+    with pytest.raises(OSError, match="has ended with 3"):
+        asyncio.run(run_beside(os._exit, 3))
 
 
 @pytest.mark.parametrize(("window", "seconds"), [("24h", 86_400), ("90m", 5400), ("30d", 30 * 86_400)])

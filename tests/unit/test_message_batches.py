@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from raydix.engine.api.anthropic import batches as messages_module
 from raydix.engine.api.anthropic.batches import MAX_CUSTOM_ID, lines_of
 from raydix.engine.api.batches import NO_LIMITS, LineLimits
-from raydix.engine.batches.beside import BESIDE_BYTES
-from raydix.engine.batches.message_lines import message_lines
+from raydix.engine.batches.beside import BESIDE_BYTES, run_beside
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from tests.unit.batch_files import PATIENCE_S
@@ -265,18 +263,22 @@ def test_batches_can_be_turned_off(serving: Serving) -> None:
     assert (reply.status, "batches.gib" in reply.json["error"]["message"]) == (404, True)
 
 
-def test_large_bodies_are_read_in_a_process_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body_of(last: Any) -> bytes:
-        return json.dumps({"requests": [asked("one", "x" * BESIDE_BYTES), last]}).encode()
+def test_large_bodies_are_read_in_a_process_beside(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside: list[object] = []
 
-    expected = lines_of(body_of(asked("two")), NO_LIMITS)
+    async def noted(work: Callable[..., Any], *args: Any) -> Any:
+        beside.append(work)
+        return await run_beside(work, *args)
 
-    def refuse(body: bytes, limits: LineLimits) -> Any:
-        raise AssertionError("not in this process")
+    monkeypatch.setattr("raydix.actors.ingress.routes.message_batches.run_beside", noted)
 
-    monkeypatch.setattr(messages_module, "lines_of", refuse)
-    monkeypatch.setattr("raydix.engine.batches.message_lines.lines_of", refuse)
-    assert asyncio.run(message_lines(body_of(asked("two")), NO_LIMITS)) == expected
-    with pytest.raises(RequestError, match="the same") as refused:
-        asyncio.run(message_lines(body_of(asked("one")), NO_LIMITS))
-    assert refused.value.param == "requests[1].custom_id"
+    async def work() -> None:
+        await begin(asked("one"))
+        assert beside == []
+        large = asked("two", "x" * BESIDE_BYTES)
+        assert (await begin(large, asked("three")))["request_counts"]["processing"] == 2
+        refused = await send("POST", "", {"requests": [large, asked("two")]})
+        assert (refused.status, "requests[0] has the same" in refused.json["error"]["message"]) == (400, True)
+        assert beside == [lines_of, lines_of]
+
+    serving(work)

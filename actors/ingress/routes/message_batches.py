@@ -12,13 +12,21 @@ from raydix.actors.ingress.http import json_response, request_id_header
 from raydix.actors.ingress.routes.batches import batches_of, number_of, on_disk
 from raydix.actors.ingress.routes.replica import Endpoint, replica
 from raydix.engine.api import routes
-from raydix.engine.api.anthropic.batches import deleted_body, message_batch, not_found, page, results, stored_id
+from raydix.engine.api.anthropic.batches import (
+    deleted_body,
+    lines_of,
+    message_batch,
+    not_found,
+    page,
+    results,
+    stored_id,
+)
 from raydix.engine.api.batches import MESSAGES
 from raydix.engine.api.responses import Json
 from raydix.engine.api.route import Route
 from raydix.engine.batches.batch_store import PURPOSE, StoredBatch
+from raydix.engine.batches.beside import BESIDE_BYTES, run_beside
 from raydix.engine.batches.file_store import FileStore
-from raydix.engine.batches.message_lines import message_lines
 from raydix.engine.core.errors import NotFoundError, RequestError
 
 MAX_LISTED, NUM_LISTED = 1000, 20
@@ -30,7 +38,11 @@ SENT_BYTES = 256 << 10
 async def create(request: Request) -> Response:
     batches, tenant = batches_of(request), request.state.tenant.name
     with batches.uploading(tenant):
-        lines, count = await message_lines(await replica(request).body_of(request), batches.lines)
+        body = await replica(request).body_of(request)
+        if len(body) > BESIDE_BYTES:
+            lines, count = await run_beside(lines_of, body, batches.lines)
+        else:
+            lines, count = await asyncio.to_thread(lines_of, body, batches.lines)
         upload = await on_disk(batches.files.begin, tenant)
         try:
             await on_disk(upload.write, lines)

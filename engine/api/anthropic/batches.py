@@ -44,7 +44,7 @@ def lines_of(body: bytes, limits: LineLimits) -> tuple[bytes, int]:
 
     Only what belongs to the batch is checked: a request that is not valid fails alone. Every line is one that the
     batch's runner takes, which would refuse all of the file for one. The body is read as a whole, so that a large one
-    is for a process beside (`raydix.engine.batches.message_lines`). Raises RequestError naming the field at fault.
+    is for a process beside (`raydix.engine.batches.beside`). Raises RequestError naming the field at fault.
     """
     try:
         asked = orjson.loads(body)
