@@ -36,9 +36,10 @@ from raydix.engine.model.tokenizer import Tokenizer
 from raydix.engine.serving.accounting import Accounting, Refusals
 from raydix.engine.serving.answer_rendering import renderers
 from raydix.engine.serving.chats import Chats
+from raydix.engine.serving.choices import PreparationFacts
 from raydix.engine.serving.kept_conversations import KeptConversations
 from raydix.engine.serving.output import OutputProcessor
-from raydix.engine.serving.preparation import Preparation, PreparationFacts
+from raydix.engine.serving.preparation import Preparation
 from raydix.engine.serving.prompt_records import PromptRecords
 from raydix.engine.serving.reader_pool import RequestReader
 from raydix.engine.serving.reader_work import ReadingFacts

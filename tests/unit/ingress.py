@@ -40,9 +40,10 @@ from raydix.engine.model.tokenizer import RenderedChat, Tokenizer
 from raydix.engine.serving.accounting import Accounting, FinishedRequest, Refusals
 from raydix.engine.serving.answer_rendering import renderers
 from raydix.engine.serving.chats import Chats
+from raydix.engine.serving.choices import PreparationFacts
 from raydix.engine.serving.kept_conversations import KeptConversations
 from raydix.engine.serving.output import OutputProcessor
-from raydix.engine.serving.preparation import Preparation, PreparationFacts
+from raydix.engine.serving.preparation import Preparation
 from raydix.engine.serving.prompt_records import PromptRecords, parts_of
 from raydix.engine.serving.reader_pool import RequestReader
 from raydix.engine.serving.reader_work import Conversations, NextTurn, Reading, ReadingFacts, Request, TokenRequest

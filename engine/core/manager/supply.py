@@ -58,6 +58,46 @@ class _Prefill:
     """Time as in `_Worker.silent_since`; None while the request awaits blocks itself."""
 
 
+class _Prefills(dict[str, _Prefill]):
+    """The admitted requests by id, in order of admission, and which of them lacks a block."""
+
+    def __init__(self, blocks: BlockIndex) -> None:
+        super().__init__()
+        self._blocks = blocks
+
+    def first_lacking(self, block_hash: BlockHash, but_not_at: _Worker | None = None) -> _Prefill | None:
+        """The earliest admitted request that could compute a block and whose worker does not hold the block."""
+        held_by = self._blocks[block_hash].workers
+        # In order of admission, so that requests wait for earlier ones only.
+        for prefill in self.values():
+            if block_hash not in prefill.lacking or prefill.worker is None or prefill.worker is but_not_at:
+                continue
+            if prefill.worker.worker_id not in held_by:
+                return prefill
+        return None
+
+    def lacked_elsewhere(self, promised: Mapping[BlockHash, _Worker]) -> list[BlockHash]:
+        """The blocks that requests on workers other than the promising one lack (`promised`: worker by block).
+
+        One walk over the requests for all blocks, since mostly none is lacked.
+        """
+        lacked: set[BlockHash] = set()
+        for prefill in self.values() if promised else ():
+            common = prefill.lacking.keys() & promised.keys()
+            lacked.update(h for h in common if promised[h] is not prefill.worker)
+        return [block_hash for block_hash in promised if block_hash in lacked]
+
+    def is_waiting(self, prefill: _Prefill, worker_id: str) -> bool:
+        """True if the request's worker awaits blocks of the prompt that others are to send."""
+        for block_hash in prefill.awaited:
+            record = self._blocks.get(block_hash)
+            if record is None or block_hash not in prefill.lacking or block_hash in prefill.promised:
+                continue
+            if worker_id in record.awaited_by or (record.segment and worker_id in record.segment.requested_by):
+                return True
+        return False
+
+
 class Supply:
     """The producers of the cluster's blocks. Events come in, and instructions go out.
 
@@ -67,8 +107,7 @@ class Supply:
     def __init__(self, blocks: BlockIndex) -> None:
         self._blocks = blocks
         self._workers: dict[str, _Worker] = {}
-        self._prefills: dict[str, _Prefill] = {}
-        """The admitted requests by id, in order of admission."""
+        self._prefills = _Prefills(blocks)
 
     # Workers and requests come and go
 
@@ -255,7 +294,7 @@ class Supply:
             if isinstance(sender, _Prefill):
                 # A look at all promises is dear, so it is made only where a worker may wait.
                 sender.is_awaited = awaited is not None
-                if worker.has_sealed or self._is_waiting(sender, worker.worker_id):
+                if worker.has_sealed or self._prefills.is_waiting(sender, worker.worker_id):
                     awaited = None
             if awaited is None:
                 sender.silent_since = None
@@ -269,9 +308,9 @@ class Supply:
         for worker in self._workers.values():
             worker.has_sealed = False
         instructions: list[Instruction] = []
-        for awaited in self._lacked_elsewhere({block: worker for block, (worker, _) in stalled.items()}):
+        for awaited in self._prefills.lacked_elsewhere({block: worker for block, (worker, _) in stalled.items()}):
             worker, promised = stalled[awaited]
-            if awaited in promised and self._first_lacking(awaited, but_not_at=worker) is not None:
+            if awaited in promised and self._prefills.first_lacking(awaited, but_not_at=worker) is not None:
                 instructions += self._replace(worker, promised)
         return instructions
 
@@ -341,7 +380,7 @@ class Supply:
         that the block will not come: the request's own, or all waiting ones if no request is in need."""
         # All waiting workers are told where nobody takes over; else only the worker of the successor, which computes.
         told = record.awaited_by
-        successor = self._first_lacking(block_hash)
+        successor = self._prefills.first_lacking(block_hash)
         if successor is not None and successor.worker is not None:
             successor.promised[block_hash] = None
             successor.is_awaited = True
@@ -349,38 +388,6 @@ class Supply:
             told = told & {successor.worker.worker_id}
         record.wait_ended(told)
         return sorted(told & self._workers.keys())
-
-    def _first_lacking(self, block_hash: BlockHash, but_not_at: _Worker | None = None) -> _Prefill | None:
-        """The earliest admitted request that could compute a block and whose worker does not hold the block."""
-        held_by = self._blocks[block_hash].workers
-        # In order of admission, so that requests wait for earlier ones only.
-        for prefill in self._prefills.values():
-            if block_hash not in prefill.lacking or prefill.worker is None or prefill.worker is but_not_at:
-                continue
-            if prefill.worker.worker_id not in held_by:
-                return prefill
-        return None
-
-    def _lacked_elsewhere(self, promised: Mapping[BlockHash, _Worker]) -> list[BlockHash]:
-        """The blocks that requests on workers other than the promising one lack (`promised`: worker by block).
-
-        One walk over the requests for all blocks, since mostly none is lacked.
-        """
-        lacked: set[BlockHash] = set()
-        for prefill in self._prefills.values() if promised else ():
-            common = prefill.lacking.keys() & promised.keys()
-            lacked.update(h for h in common if promised[h] is not prefill.worker)
-        return [block_hash for block_hash in promised if block_hash in lacked]
-
-    def _is_waiting(self, prefill: _Prefill, worker_id: str) -> bool:
-        """True if the request's worker awaits blocks of the prompt that others are to send."""
-        for block_hash in prefill.awaited:
-            record = self._blocks.get(block_hash)
-            if record is None or block_hash not in prefill.lacking or block_hash in prefill.promised:
-                continue
-            if worker_id in record.awaited_by or (record.segment and worker_id in record.segment.requested_by):
-                return True
-        return False
 
     def _replace(self, worker: _Worker, promised: Iterable[BlockHash]) -> list[Instruction]:
         """Take awaited blocks away from a stalled worker, or a request on a stalled worker.
@@ -394,7 +401,7 @@ class Supply:
         given_up = dict.fromkeys(chain(promised, *(prefill.promised for prefill in behind)))
         for prefill in behind:
             prefill.lacking.clear()
-        replaced = [h for h in given_up if self._blocks[h].awaited_by and self._first_lacking(h) is not None]
+        replaced = [h for h in given_up if self._blocks[h].awaited_by and self._prefills.first_lacking(h) is not None]
         for block_hash in replaced:
             self._produced(block_hash, self._blocks[block_hash])
         return self.fail(replaced, asks_holders=False)
