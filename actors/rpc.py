@@ -16,6 +16,7 @@ from raydix.actors.messages import ImportReport, Memory, Registration, WorkerSta
 from raydix.actors.metric_values import MetricFamily
 from raydix.actors.names import manager_name, named_actor
 from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.doctor import Miss
 from raydix.engine.core.manager.block_index import CacheUpdate
 from raydix.engine.core.manager.elastic import PoolLimits, Wanted
 from raydix.engine.core.manager.succession import Offer, Terms
@@ -169,6 +170,9 @@ class ManagerClient(ActorClient):
 
     def explain(self, name: str, tenant: str | None) -> Awaitable[list[dict[str, object]]]:
         return _sent(self.handle.explain.remote(name, tenant))
+
+    def misses(self, tenant: str, period_s: float) -> Awaitable[list[Miss]]:
+        return _sent(self.handle.misses.remote(tenant, period_s))
 
     def cache_report(self, tenant: str, is_admin: bool) -> Awaitable[dict[str, Any]]:
         return _sent(self.handle.cache_report.remote(tenant, is_admin))

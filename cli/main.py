@@ -86,6 +86,11 @@ def parser() -> argparse.ArgumentParser:
     why.add_argument("--json", action="store_true", help="as the server has it")
     why.set_defaults(run=_why)
 
+    doctor = commands.add_parser("doctor", help="print what costs prompts their hits, and what to change")
+    _add_server(doctor)
+    doctor.add_argument("--json", action="store_true", help="as the server has it")
+    doctor.set_defaults(run=_doctor)
+
     top = commands.add_parser("top", help="show a running server's requests, live")
     _add_server(top)
     top.set_defaults(run=_top)
@@ -171,6 +176,12 @@ def _why(options: argparse.Namespace) -> int:
     from raydix.cli import observe
 
     return observe.run_why(options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from raydix.cli import observe
+
+    return observe.run_doctor(options)
 
 
 def _top(options: argparse.Namespace) -> int:

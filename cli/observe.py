@@ -1,4 +1,4 @@
-"""`raydix requests`, `raydix why` and `raydix top`: what a running server does, and why a prompt hit or missed.
+"""`raydix requests`, `why`, `doctor` and `top`: what a running server does, and why prompts hit or missed.
 
 All of it is read from the HTTP routes of a server, any that the terminal reaches, and is what the key may see.
 Nothing is asked of the server once a command has ended.
@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from raydix.cli.chat import CONNECT_TIMEOUT_S, api_key, one_line
+from raydix.cli.chat import CONNECT_TIMEOUT_S, api_key, one_line, printable
 from raydix.engine.core.errors import StartupError
 
 Row: TypeAlias = Mapping[str, Any]
@@ -34,6 +34,8 @@ STRIP_BLOCKS = 4
 WIDE = 110
 """Columns of a terminal from which on a table has all of its own."""
 NUM_NARROW = 5
+SHOWN_BEFORE, SHOWN_BEHIND = 40, 60
+"""Characters of prompts around the place where they part."""
 COLOURS = {
     "local": "green",
     "worker": "blue",
@@ -74,6 +76,17 @@ def show_why(url: str, key: str | None, name: str) -> None:
     """Print on stderr what `raydix why` prints of a request. Raises StartupError as `run_why`."""
     explained = asyncio.run(_explained(ObservedServer(url, key), name))
     _print(*_whole_explanation(explained), console=Console(stderr=True, highlight=False))
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    """Print what costs the prompts of the last hour their hits. Raises StartupError where the server does not
+    answer."""
+    report = asyncio.run(_server(options).get("/v1/cache/doctor"))
+    if options.json:
+        print(json.dumps(report))
+    else:
+        _print(*_diagnosis(report))
+    return 0
 
 
 def run_top(options: argparse.Namespace) -> int:
@@ -266,6 +279,49 @@ def _beside(explained: Mapping[str, Any]) -> list[RenderableType]:
     if ignored:
         lines.append(_text(f"fields without effect: {', '.join(ignored)}"))
     return lines
+
+
+def _diagnosis(report: Mapping[str, Any]) -> list[RenderableType]:
+    """What `raydix doctor` prints."""
+    cached = "" if report["cached_tokens"] is None else f", {_share(report['cached_tokens'], report['prompt_tokens'])}"
+    looked_at = f"{report['prompts']:,} prompts of {report['prompt_tokens']:,} tokens{cached and cached + ' cached'}"
+    lines: list[RenderableType] = [
+        _text(f"{looked_at}, in the last {max(1, round(report['observed_s'] / 60))} min", style="bold")
+    ]
+    if not report["findings"]:
+        lines.append(_text("no prompt has lost what an earlier one had" if report["prompts"] else "no chats yet"))
+    for number, finding in enumerate(report["findings"], 1):
+        lines += [Text(""), *_finding(number, finding)]
+    return lines
+
+
+def _finding(number: int, finding: Mapping[str, Any]) -> list[RenderableType]:
+    example = finding["example"]
+    place = "" if finding["part"] is None else f" in {example['part']}"
+    a_day = f"{finding['lost_tokens_per_day']:,} tokens"
+    if finding["lost_s_per_day"] is not None:
+        a_day += f", {finding['lost_s_per_day']:,.0f} s"
+    lines: list[RenderableType] = [
+        _text(f"{number}. {finding['reason']}{place}: {finding['prompts']:,} prompts, {a_day} a day", style="yellow"),
+        _indented(finding["advice"]),
+    ]
+    if finding["more_blocks"] is not None:
+        lines.append(_indented(f"{finding['more_blocks']:,} more blocks of room would have kept them."))
+    # The texts of the pair that lost most, one above the other; the line that differs is the one to look at.
+    if example["previous_text"] or example["text"]:
+        for name, is_, text in ((example["previous"], "was", "previous_text"), (example["id"], "is", "text")):
+            around = f"…{example['text_before'][-SHOWN_BEFORE:]}│{example[text][:SHOWN_BEHIND]}…"
+            lines.append(_indented(f"{name} {is_}:").append_text(Text(f"  {_with_white_space(around)}")))
+    return lines
+
+
+def _with_white_space(text: str) -> str:
+    """A text in one line, with its spaces as they are: they may be what differs."""
+    return printable(text.replace("\n", "⏎").replace("\t", "⇥"))
+
+
+def _indented(text: str) -> Text:
+    return Text("   ").append_text(_text(text))
 
 
 def _strip(attempt: Attempt) -> Text:

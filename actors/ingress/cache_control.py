@@ -1,31 +1,53 @@
 """Reports of the cache and of placement decisions for clients, and control of the cache for administrators."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 import orjson
 
 from raydix.actors.ingress.manager_link import ManagerLink
 from raydix.actors.rpc import ManagerClient
-from raydix.engine.api.responses import ID_PREFIXES, Json
-from raydix.engine.core.errors import NotFoundError, OverloadedError
+from raydix.engine.api.responses import Json, name_in
+from raydix.engine.background import run_detached
+from raydix.engine.core.doctor import PERIOD_S, Miss
+from raydix.engine.core.errors import NotFoundError, OverloadedError, ServiceError
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.serving.prompt_records import PromptRecords
 
 POLL_S = 0.2
+REPORT_S = 10.0
+"""Age up to which a report of the doctor is given again: one costs up to a second of a thread."""
 MAX_FOLLOWERS = 16
 """Each asks the manager five times a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    at: float
+    made: "asyncio.Task[Json]"
 
 
 class CacheOperations:
     """Asks the manager on behalf of a tenant. `decode` turns token ids into text."""
 
-    def __init__(self, manager: ManagerLink, decode: Callable[[Sequence[int]], str], records: PromptRecords) -> None:
+    def __init__(
+        self,
+        manager: ManagerLink,
+        decode: Callable[[Sequence[int]], str],
+        records: PromptRecords,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._manager = manager
         self._records = records
         self._decode = decode
         self._num_followers = 0
+        self._clock = clock
+        self._reports: dict[str, _Report] = {}
+        """The doctor's latest report of each tenant that asked."""
 
     async def explain(self, request_id: str, tenant: Tenant) -> Json:
         """Explain the placement of a tenant's request.
@@ -33,7 +55,7 @@ class CacheOperations:
         Raises:
             NotFoundError: the tenant has had no such request, or its record has been dropped.
         """
-        name = next((request_id.removeprefix(p) for p in ID_PREFIXES.values() if request_id.startswith(p)), request_id)
+        name = name_in(request_id)
         asking = None if tenant.is_admin else tenant.name
         choices = await self._manager.ask(lambda manager: manager.explain(name, asking))
         if not choices:
@@ -48,6 +70,23 @@ class CacheOperations:
         for prefix in report["hottest_prefixes"]:
             prefix["preview"] = self._decode(prefix.pop("token_ids"))
         return report
+
+    async def doctor(self, tenant: Tenant) -> Json:
+        """What costs the tenant's own prompts at this replica their hits, for administrators too. A report is given to
+        all who ask within `REPORT_S` of its making."""
+        known = self._reports.get(tenant.name)
+        now = self._clock()
+        if known is None or (known.made.done() and (now - known.at > REPORT_S or known.made.exception() is not None)):
+            made = run_detached(asyncio.get_running_loop().create_task, self._doctor(tenant.name))
+            known = self._reports[tenant.name] = _Report(now, made)
+        return await asyncio.shield(known.made)
+
+    async def _doctor(self, tenant: str) -> Json:
+        # Without the manager the texts still tell what changes, though not what it costs.
+        misses: list[Miss] = []
+        with suppress(ServiceError):
+            misses = await self._manager.ask(lambda manager: manager.misses(tenant, PERIOD_S))
+        return await self._records.doctor(tenant, misses)
 
     async def reset(self) -> Json:
         """Forget all KV that no request uses."""

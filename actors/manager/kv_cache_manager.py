@@ -37,6 +37,7 @@ from raydix.configs.schema import LoggingSection
 from raydix.configs.sections import MANAGER
 from raydix.engine.background import Background
 from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.doctor import Miss
 from raydix.engine.core.errors import LateError, NoWorkerError
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.manager.block_index import GC_THRESHOLDS, CacheUpdate
@@ -291,6 +292,10 @@ class KVCacheManager:
     async def explain(self, name: str, tenant: str | None) -> list[dict[str, object]]:
         """Decisions behind each choice of a request, by the request's name at its client (`Decisions.of`)."""
         return explained(self._directory, name, tenant, time.time())
+
+    async def misses(self, tenant: str, period_s: float) -> list[Miss]:
+        """What was found of a tenant's prompts of the last `period_s`, and why no more."""
+        return self._directory.decisions.misses(tenant, time.time() - period_s)
 
     async def cache_report(self, tenant: str, is_admin: bool) -> dict[str, object]:
         """Sizes, hits and evictions of the cache; use of all tenants only for an administrator, of this tenant

@@ -351,6 +351,46 @@ class Explanation(Shape):
     ignored: list[str] | None = Field(description="Of a chat at this replica: its fields without effect.")
 
 
+class DoctorExample(Shape):
+    """Two prompts of a finding, the ones that lost most."""
+
+    id: str = Field(description="Id of the later prompt's answer.")
+    previous: str = Field(description="Id of the earlier one's.")
+    lost_tokens: int = Field(description="Tokens that were lost between these two.")
+    token_index: int = Field(description="Of the first other token, or of the first that was not found.")
+    part: str | None = Field(description="The first other part: `system`, `tools[2]`, `messages[5]`.")
+    text_before: str = Field(description="Text of both prompts before the place.")
+    previous_text: str = Field(description="How the earlier prompt goes on.")
+    text: str = Field(description="How the later prompt goes on.")
+
+
+class DoctorFinding(Shape):
+    """Prompts that begin alike and lost tokens for the same reason."""
+
+    reason: str = Field(description="As `prefix.reason` of `/v1/requests/{id}/explain`; also `evicted` or `lost`.")
+    part: str | None = Field(description="Where they part: `system`, `tools` or `messages`.")
+    prompts: int = Field(description="Prompts that lost tokens.")
+    lost_tokens: int = Field(description="Tokens that were computed and need not have been.")
+    lost_s: float | None = Field(description="Predicted time of computing them, in seconds.")
+    lost_tokens_per_day: int = Field(description="Tokens in a day that goes on so.")
+    lost_s_per_day: float | None = Field(description="Seconds in a day that goes on so.")
+    advice: str = Field(description="What to change, in a sentence.")
+    evicted_ago_s: float | None = Field(description="Longest time between an eviction and the prompt, in seconds.")
+    more_blocks: int | None = Field(description="Blocks of room that would have kept each of them.")
+    example: DoctorExample = Field(description="Two of them.")
+
+
+class CacheDoctor(Shape):
+    """What costs a tenant's prompts at this replica their hits."""
+
+    object: Literal["cache.doctor"] = Field(description="Kind of the object.")
+    observed_s: float = Field(description="Time since the oldest prompt that was looked at, at most an hour.")
+    prompts: int = Field(description="Prompts that were looked at.")
+    prompt_tokens: int = Field(description="Their tokens.")
+    cached_tokens: int | None = Field(description="Tokens of them that were found; null without the manager.")
+    findings: list[DoctorFinding] = Field(description="The most expensive first.")
+
+
 class CacheEvent(Shape):
     """Data of an event `snapshot`, `stored` or `removed`."""
 

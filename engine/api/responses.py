@@ -65,6 +65,11 @@ def response_id(spec: GenerationSpec, request_id: str) -> str:
     return ID_PREFIXES[spec.kind if spec.api == "openai" else spec.api] + request_id
 
 
+def name_in(response_id: str) -> str:
+    """The request's name in an answer's id; the id itself where it is none."""
+    return next((response_id.removeprefix(p) for p in ID_PREFIXES.values() if response_id.startswith(p)), response_id)
+
+
 def system_fingerprint(root: BlockHash | None) -> str | None:
     """OpenAI's name of everything that an answer's bits depend on, from the root of the workers' block hashes: equal
     where model, dtype, quantisation, arithmetic and version are."""

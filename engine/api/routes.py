@@ -51,6 +51,7 @@ from raydix.engine.api.parameters import TPOT_HEADER, TTFT_HEADER
 from raydix.engine.api.reconnecting import HEADER
 from raydix.engine.api.report_models import (
     ApiDocument,
+    CacheDoctor,
     CacheEvent,
     CacheReport,
     CacheReset,
@@ -726,6 +727,14 @@ CACHE = Route(
     "Sizes, hit rates, evictions, and each worker's costs; with tenants one's own share of them.",
     response=CacheReport,
     errors=MANAGER,
+)
+
+DOCTOR = Route(
+    "GET",
+    "/v1/cache/doctor",
+    "doctor",
+    "What costs one's own prompts of the last hour their hits, a day of it, and what to change.",
+    response=CacheDoctor,
 )
 
 RESET_CACHE = Route(

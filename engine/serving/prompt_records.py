@@ -1,6 +1,7 @@
 """Prompts of the last chats, by the ids of their answers: what a later prompt is compared with."""
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +10,10 @@ from typing import Any, cast
 
 import orjson
 
-from raydix.engine.api.responses import Json
+from raydix.engine.api.responses import Json, name_in
 from raydix.engine.api.spec import ChatMessage, GenerationSpec
 from raydix.engine.core.divergence import Divergence, PartKind, PromptPart, PromptRecord, divergence, num_common
+from raydix.engine.core.doctor import Miss, Prompt, report
 from raydix.engine.core.shares import Shares
 from raydix.engine.core.tenants import Tenant
 
@@ -90,6 +92,8 @@ class _Kept:
     session: str | None
     record: PromptRecord
     ignored: tuple[str, ...]
+    at: float
+    """Time of the arrival, by the records' clock."""
 
 
 class PromptRecords:
@@ -97,9 +101,15 @@ class PromptRecords:
     have the same. Where memory is short, the tenant with the most loses its oldest. `text_of` writes tokens, special
     ones by their names."""
 
-    def __init__(self, text_of: Callable[[Sequence[int]], str], budget_bytes: int = BUDGET_BYTES) -> None:
+    def __init__(
+        self,
+        text_of: Callable[[Sequence[int]], str],
+        budget_bytes: int = BUDGET_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._text_of = text_of
         self._budget_bytes = budget_bytes
+        self._clock = clock
         self._num_added = 0
         self._num_bytes = Shares()
         self._kept: dict[str, OrderedDict[str, _Kept]] = {}
@@ -112,7 +122,7 @@ class PromptRecords:
         if name in self._own(tenant):
             self._forget(tenant, name)
         self._num_added += 1
-        kept = _Kept(name, tenant, self._num_added, session, record, ignored)
+        kept = _Kept(name, tenant, self._num_added, session, record, ignored, self._clock())
         self._kept.setdefault(tenant, OrderedDict())[name] = kept
         self._num_bytes.add(tenant, record.num_bytes)
         while self._num_bytes.total > self._budget_bytes:
@@ -148,6 +158,18 @@ class PromptRecords:
         if prefix is not None and kept.tenant != tenant.name:
             prefix = {field: None if field in TEXTS else value for field, value in prefix.items()}
         return {"prefix": prefix, "ignored": kept.ignored}
+
+    async def doctor(self, tenant: str, misses: Iterable[Miss]) -> Json:
+        """What costs the tenant's prompts of the last hour their hits, of those that are still here. `misses`: the
+        manager's decisions about the tenant's requests, the latest first."""
+        by_name: dict[str, Miss] = {}
+        for miss in misses:
+            for name in miss.names:
+                by_name.setdefault(name, miss)
+        own = [Prompt(kept.name, kept.at, kept.record) for kept in self._own(tenant).values()]
+        known = {each.name: miss for each in own if (miss := by_name.get(name_in(each.name))) is not None}
+        # Decoding and comparing thousands of prompts takes a second.
+        return await asyncio.to_thread(report, own, known, self._text_of, self._clock())
 
     def _find(self, name: str, tenant: Tenant) -> _Kept | None:
         """The record of an id that a tenant may ask for: its own, or else for an administrator the latest."""

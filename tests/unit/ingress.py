@@ -27,6 +27,7 @@ from raydix.engine.api.routes import parse
 from raydix.engine.api.spec import GenerationSpec, Prompt
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
 from raydix.engine.core.answers.transcripts import EncodedText
+from raydix.engine.core.doctor import Miss
 from raydix.engine.core.errors import ServiceError
 from raydix.engine.core.hashing import root_hash
 from raydix.engine.core.ingress.answer_room import AnswerRoom
@@ -357,6 +358,9 @@ class Memory(ManagerClient):
 
     async def cache_report(self, tenant: str, is_admin: bool) -> Any:
         return {"hottest_prefixes": [{"token_ids": [104, 105]}]}
+
+    async def misses(self, tenant: str, period_s: float) -> list[Miss]:
+        return []
 
     async def reset_cache(self) -> dict[str, int]:
         return {"blocks": 3}

@@ -215,6 +215,7 @@ def test_prompts_that_begin_alike_are_computed_once(scene: Scene) -> None:
 
         [explained] = await manager.explain("second", None)
         assert explained["id"] == "second"
+        assert [miss.num_cached >= 20 for miss in await manager.misses("", 3600.0)] == [True, False]
         report = await manager.cache_report("default", is_admin=True)
         assert len(report["workers"]) == 4  # type: ignore[arg-type]
         statistics = await manager.statistics()

@@ -53,12 +53,49 @@ COUNTS = {"waiting": 0, "prefilling": 3, "decoding": 1}
 RUNS = ((BlockSource.LOCAL, 7), (BlockSource.EVICTED, 2), (BlockSource.NEVER_SEEN, 1))
 DECISION = Decision(0, "t", 170, 16, RUNS, "p", "d", 0.3, (), 0.25, uncached_s=1.5, saved_s=1.25)
 KEY = "rdx-k"
+FINDING = {
+    "reason": "volatile",
+    "part": "system",
+    "prompts": 96,
+    "lost_tokens": 8847,
+    "lost_s": 301.2,
+    "lost_tokens_per_day": 212_922,
+    "lost_s_per_day": 7248.7,
+    "advice": "Move it.",
+    "evicted_ago_s": None,
+    "more_blocks": None,
+    "example": {
+        "id": "chatcmpl-b",
+        "previous": "chatcmpl-a",
+        "lost_tokens": 92,
+        "token_index": 12,
+        "part": "system",
+        "text_before": "Today is 2026-11-2",
+        "previous_text": "7. You  act.\n",
+        "text": "8. You act.",
+    },
+}
+EVICTED = FINDING | {
+    "reason": "evicted",
+    "part": None,
+    "lost_s_per_day": None,
+    "more_blocks": 1200,
+    "example": FINDING["example"] | {"previous_text": "", "text": ""},  # type: ignore[operator]
+}
+DIAGNOSIS: dict[str, Any] = {
+    "object": "cache.doctor",
+    "observed_s": 1790.0,
+    "prompts": 412,
+    "prompt_tokens": 20_000,
+    "cached_tokens": 9000,
+    "findings": [FINDING, EVICTED],
+}
 CONTROL = "\x1b[2J\x07[red]x[/red]"
 PLAIN = "[2J[red]x[/red]"
 """What is left of it: no byte that a terminal obeys, and nothing that `rich` takes for markup."""
 
 
-def routes(rows: list[Any], explanation: dict[str, Any]) -> web.Application:
+def routes(rows: list[Any], explanation: dict[str, Any], diagnosis: Any = DIAGNOSIS) -> web.Application:
     """The routes that the commands ask, which need the key."""
 
     @web.middleware
@@ -84,7 +121,11 @@ def routes(rows: list[Any], explanation: dict[str, Any]) -> web.Application:
         await asyncio.Event().wait()
         return response
 
+    async def doctor(request: web.Request) -> web.Response:
+        return web.json_response(diagnosis)
+
     application = web.Application(middlewares=[keyed])
+    application.router.add_get("/v1/cache/doctor", doctor)
     application.router.add_get("/v1/requests", requests)
     application.router.add_get("/v1/requests/events", events)
     application.router.add_get("/v1/requests/{id}/explain", explain)
@@ -219,6 +260,33 @@ def test_why_says_where_the_prompt_left_the_one_before(
     assert ignored == "fields without effect: user, store"
 
 
+def test_the_doctor_lists_what_costs_most(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--url", url]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines == [
+        "412 prompts of 20,000 tokens, 45% cached, in the last 30 min",
+        "1. volatile in system: 96 prompts, 212,922 tokens, 7,249 s a day",
+        "   Move it.",
+        "   chatcmpl-a was:  …Today is 2026-11-2│7. You  act.⏎…",
+        "   chatcmpl-b is:  …Today is 2026-11-2│8. You act.…",
+        "2. evicted: 96 prompts, 212,922 tokens a day",
+        "   Move it.",
+        "   1,200 more blocks of room would have kept them.",
+    ]
+    assert main(["doctor", "--json", "--url", url]) == 0
+    assert json.loads(capsys.readouterr().out) == DIAGNOSIS
+
+
+def test_the_doctor_of_a_server_without_a_fault(
+    rows: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    nothing = DIAGNOSIS | {"prompts": 0, "prompt_tokens": 0, "cached_tokens": None, "findings": []}
+    with serving(routes(rows, {}, nothing)) as url:
+        assert main(["doctor", "--url", url]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["no chats yet"]
+
+
 def test_texts_of_a_server_command_no_terminal(
     url: str, rows: list[Any], explanation: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,6 +303,13 @@ def test_texts_of_a_server_command_no_terminal(
     assert main(["why", "--url", url]) == 0
     shown = capsys.readouterr().out
     assert shown.count(PLAIN) == 8 and "\x1b" not in shown
+
+    told = FINDING | {"reason": CONTROL, "advice": CONTROL}
+    told["example"] = dict.fromkeys(("id", "previous", "part", "text_before", "previous_text", "text"), CONTROL)
+    with serving(routes(rows, {}, DIAGNOSIS | {"findings": [told]})) as doctoring:
+        assert main(["doctor", "--url", doctoring]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(PLAIN) == 9 and "\x1b" not in shown
 
     with serving(answering(400, json.dumps({"error": {"message": CONTROL}}).encode())) as refusing:
         assert main(["requests", "--url", refusing]) == 2

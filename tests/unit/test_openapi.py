@@ -220,6 +220,7 @@ def ask(method: str, path: str, body: bytes = b"", **headers: str) -> Callable[[
         ("get", "/docs", None, b""),
         ("get", "/v1/requests/none/explain", "/v1/requests/{request_id}/explain", b""),
         ("get", "/v1/cache/events?since=x", "/v1/cache/events", b""),
+        ("get", "/v1/cache/doctor", None, b""),
         ("post", "/v1/embeddings", None, b'{"input":"a"}'),
         ("post", "/v1/embeddings", None, b'{"input":[[1],[2]],"encoding_format":"base64"}'),
         ("post", "/v1/embeddings", None, b'{"input":"a","dimensions":1}'),

@@ -138,6 +138,10 @@ async def cache(request: Request) -> Response:
     return json_response(orjson.dumps(await replica(request).frontend.cache.report(request.state.tenant)))
 
 
+async def doctor(request: Request) -> Response:
+    return json_response(orjson.dumps(await replica(request).frontend.cache.doctor(request.state.tenant)))
+
+
 async def reset_cache(request: Request) -> Response:
     return json_response(orjson.dumps(await replica(request).frontend.cache.reset()))
 
@@ -267,6 +271,7 @@ ENDPOINTS: Mapping[Route, Endpoint] = {
     routes.REQUESTS_EVENTS: requests_events,
     routes.EXPLAIN: explain,
     routes.CACHE: cache,
+    routes.DOCTOR: doctor,
     routes.RESET_CACHE: reset_cache,
     routes.CACHE_EVENTS: cache_events,
     routes.VERSION: show_version,

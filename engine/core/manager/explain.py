@@ -12,6 +12,7 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import NamedTuple
 
+from raydix.engine.core.doctor import Miss
 from raydix.engine.core.manager.placement import Placement, PredictedTimes
 from raydix.engine.core.manager.sessions import Branch
 from raydix.engine.core.objectives import WhenLate
@@ -174,6 +175,18 @@ class Decision:
             f"block{'s' if more > 1 else ''} of room would have kept them."
         )
 
+    def miss(self, names: tuple[str, ...]) -> Miss:
+        """What was found of the prompt of a request with these names."""
+        num_hits = sum(count for source, count in self.runs if source in HITS)
+        return Miss(
+            names=names,
+            num_cached=num_hits * self.block_size,
+            token_s=self.uncached_s / max(1, self.num_tokens),
+            source=None if self.first_miss is None else str(self.first_miss[1]),
+            evicted_ago_s=None if self.eviction is None else round(self.evicted_ago_s, 3),
+            num_more_blocks=None if self.eviction is None else self.eviction.num_more_blocks,
+        )
+
     @property
     def _note(self) -> str | None:
         if not self.prefix_caching:
@@ -267,6 +280,19 @@ class Decisions:
         for decision in self._of(end.request_id, end.attempt):
             decision.ended, decision.num_preemptions, decision.drafts = end.how, end.num_preemptions, end.drafts
             decision.handover_s = end.handover_s
+
+    def misses(self, tenant: str, since: float) -> list[Miss]:
+        """What was found of the tenant's prompts since a time in seconds since the epoch, and why no more; the latest
+        first."""
+        found = []
+        for request_id, (decision, *_) in reversed(self._by_request.items()):
+            # Requests lie in the order of their first admissions.
+            if decision.admitted_at < since:
+                break
+            # The choices of a request share its prompt, so that the first one tells of it.
+            if decision.tenant == tenant and request_id.rpartition("-")[2] in ("0", request_id):
+                found.append(decision.miss(names_of(request_id)[1:]))
+        return found
 
     def of(self, name: str, tenant: str | None = None) -> dict[str, list[Decision]]:
         """The decisions of the requests behind a client's `name`: each choice is a request named
