@@ -40,7 +40,7 @@ def pairs(cluster: Cluster) -> Server:
         "workers": {"prefill": pool, "decode": pool},
     }
     server = cluster.serve(config).server
-    eventually(lambda: len(server.all_workers()) == NUM_WORKERS, "all workers are registered", 120)
+    eventually(lambda: len(server.all_workers()) == NUM_WORKERS, "all workers are registered")
     return server
 
 

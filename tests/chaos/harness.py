@@ -29,8 +29,6 @@ STOPPED_S = 20.0
 """How long a process stands still that gets SIGSTOP."""
 CONNECTED = {"ingress", "HAProxy", "HAProxy manager"}
 """Processes without which there is no connection to a client."""
-BETWEEN_S = 0.3
-"""Between the first victim of a case and the second."""
 NUM_WORKERS = 4
 TITLES = {
     "prefill host": "ray::ServeReplica:raydix:prefill",
@@ -239,7 +237,7 @@ def pids_of(server: Server, victims: Sequence[str], known: Mapping[str, int] | N
     pids: list[int] = []
     for victim in victims:
         pid = (known or {}).get(victim)
-        pids.append(pid or eventually(partial(pid_of, server, victim, pids), f"a process of '{victim}'", 60))
+        pids.append(pid or eventually(partial(pid_of, server, victim, pids), f"a process of '{victim}'"))
     return pids
 
 
@@ -287,7 +285,7 @@ class Return:
         self._watcher.join()
 
     def _watch(self) -> None:
-        pid = eventually(self._successor, f"another {self._victim}", 180)
+        pid = eventually(self._successor, f"another {self._victim}")
         self.back_s = time.time() - self._killed_at
         self.noticed_s = max(0.0, psutil.Process(pid).create_time() - self._killed_at)
 
@@ -310,12 +308,11 @@ def disturb(pid: int, how: signal.Signals) -> threading.Thread:
 
 
 def disturb_in_turn(pids: Sequence[int], how: signal.Signals) -> list[threading.Thread]:
-    """Send a signal to each of these processes, `BETWEEN_S` after the one before."""
+    """Send a signal to each of these processes, once the one before has ended or stands still."""
     waiting = []
-    for number, pid in enumerate(pids):
-        if number:
-            time.sleep(BETWEEN_S)
+    for pid in pids:
         waiting.append(disturb(pid, how))
+        eventually(lambda: not lives(pid), "the victim does nothing any more", 0.01)  # noqa: B023
     return waiting
 
 
@@ -343,7 +340,7 @@ def fresh_request_s(server: Server, salt: str) -> float:
         except (OSError, http.client.HTTPException, AssertionError):
             return False
 
-    eventually(answered, "a fresh request is answered", 120)
+    eventually(answered, "a fresh request is answered")
     return time.monotonic() - started
 
 
@@ -390,7 +387,7 @@ def _run(server: Server, case: "Case", load: Load, salt: str, streams: Streams) 
     if case.goes_on:
         for thread in waiting:
             thread.join()
-        eventually(lambda: all(map(lives, pids)) or not all(map(psutil.pid_exists, pids)), "the victims go on", 10)
+        eventually(lambda: all(map(lives, pids)) or not all(map(psutil.pid_exists, pids)), "the victims go on")
         outcome.ended = [victim for victim, pid in zip(case.victims, pids, strict=True) if not lives(pid)]
     if case.how is signal.SIGKILL:
         outcome.survivors = [victim for victim, pid in zip(case.victims, pids, strict=True) if lives(pid)]

@@ -69,8 +69,8 @@ def test_streams_survive(pairs: Server, load: Load, case: Case, outcomes: list[O
     assert outcome.failovers != 0 or not moves_streams(case), "a kill that no stream notices tests nothing"
     assert outcome.identical_again in (None, NUM_STREAMS)
     assert outcome.ended == [], "a process that stands still for a while was taken for dead"
-    eventually(lambda: len(pairs.all_workers()) == NUM_WORKERS, "all workers are back", 180)
-    eventually(lambda: is_idle(pairs), "every block, lease and stream is given back", 60)
+    eventually(lambda: len(pairs.all_workers()) == NUM_WORKERS, "all workers are back")
+    eventually(lambda: is_idle(pairs), "every block, lease and stream is given back")
 
 
 def moves_streams(case: Case) -> bool:

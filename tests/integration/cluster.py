@@ -33,7 +33,7 @@ from raydix.cli.cluster import APP_NAME, LocalCluster, free_port, named_local, w
 from raydix.cli.deploy import deploy
 from raydix.configs import Config
 from raydix.engine.core.errors import StartupError
-from tests.integration.conftest import Server, eventually
+from tests.integration.conftest import WAIT_S, Server, eventually
 
 PARTS = re.compile(r"ray::(ServeReplica:\w+:\w+|KVCacheManager|PrefillWorker|DecodeWorker|MixedWorker)")
 STORE_GIB = 1.5
@@ -43,9 +43,12 @@ METRICS_MS = 1000
 CONTROL_LOOP_S = 0.1
 """Interval at which Serve's controller takes the next step of a deployment: shorter than a server's own, since tests
 deploy again and again."""
-DEPLOY_S = 300
-PACE_S = 0.5
-"""Least time of a step while the gate of `paced` is closed, unless a test says another."""
+DRAIN_S = 1.0
+"""Least time for which Serve keeps an ingress replica that is replaced, by default 30 s, for load balancers that ask
+now and then which replicas there are. HAProxy is told at once."""
+PACE_S = 0.2
+"""Least time of a step while the gate of `paced` is closed, unless a test says another: a hundred tokens last many
+times as long as what is done to their stream, on a machine with other work, too."""
 
 
 class Cluster:
@@ -68,6 +71,7 @@ class Cluster:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_metrics_report_interval_ms", str(METRICS_MS))
             patch.setenv("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", str(CONTROL_LOOP_S))
+            patch.setenv("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", str(DRAIN_S))
             self._local.start()
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(http_options={"host": "127.0.0.1", "port": self.port})
@@ -87,7 +91,7 @@ class Cluster:
             self._deploy(config)
             open_to_all = not (config.tenants or config.tenants_file)
             route = "/v1/cache" if open_to_all else "/health"
-            eventually(lambda: live.server.request("GET", route)[0] == 200, "the application answers", DEPLOY_S)
+            eventually(lambda: live.server.request("GET", route)[0] == 200, "the application answers")
             self._deployed = config
         return live
 
@@ -112,8 +116,8 @@ class Cluster:
             for pid in [*hosts, *(found.keys() - hosts)]:  # a host that lives longer would start another child
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        eventually(lambda: status() is None, "the application is deleted", DEPLOY_S)
-        eventually(lambda: not parts(), "its processes have ended", DEPLOY_S)
+        eventually(lambda: status() is None, "the application is deleted")
+        eventually(lambda: not parts(), "its processes have ended")
 
     def address(self) -> str:
         return self._local.address()
@@ -205,7 +209,7 @@ class Live:
             env={**own, "RAY_AUTH_MODE": "token"},
             capture_output=True,
             text=True,
-            timeout=DEPLOY_S,
+            timeout=WAIT_S,
         )
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -276,10 +280,10 @@ def paced(server: Server, gate: Path, pace: float | Pace = PACE_S) -> Iterator[N
     workers = server.incarnations()
     gate.touch()
     try:
-        ray.get([worker.__ray_call__.remote(close) for worker in workers], timeout=60)
+        ray.get([worker.__ray_call__.remote(close) for worker in workers], timeout=WAIT_S)
         yield
     finally:
         gate.unlink(missing_ok=True)
         for worker in workers:
             with contextlib.suppress(ray.exceptions.RayError):  # one that has left meanwhile
-                ray.get(worker.__ray_call__.remote(unhook), timeout=60)
+                ray.get(worker.__ray_call__.remote(unhook), timeout=WAIT_S)

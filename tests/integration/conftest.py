@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 
 MODEL = "SmolLM2-135M-Instruct"
 NUM_BLOCKS = 400
-SILENCE_S = 290.0
-"""Longest wait for bytes of a server that computes on a slow or busy machine: just below a test's own limit."""
+WAIT_S = 290.0
+"""After which a wait is hopeless, on a slow and busy machine, too: half of a test's own limit, which stands in
+pyproject.toml. No test is about these seconds."""
+CALL_S = 60.0
+"""After which a call of an actor is given up; `eventually` makes it again."""
 ORIGIN = "https://good.example"
 """Origin of pages that may use the server."""
 
@@ -49,7 +52,7 @@ class Server:
         return f"http://{self.host}:{self.port}"
 
     def request(
-        self, method: str, path: str, body: Any = None, timeout: float = SILENCE_S
+        self, method: str, path: str, body: Any = None, timeout: float = WAIT_S
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of one exchange; `body` is JSON unless it is bytes."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
@@ -73,7 +76,7 @@ class Server:
         """The chunks of a streamed greedy completion, with usage; closing the iterator drops the connection."""
         body = {"model": MODEL, "prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}, **fields}
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=SILENCE_S)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=WAIT_S)
         try:
             connection.request("POST", "/v1/completions", json.dumps(body), self.headers)
             response = connection.getresponse()
@@ -86,7 +89,7 @@ class Server:
 
     def events(self, path: str) -> Generator[tuple[str, dict[str, Any]]]:
         """Named server-sent events with their data; closing the iterator drops the connection."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=SILENCE_S)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=WAIT_S)
         try:
             connection.request("GET", path, headers=self.headers)
             response = connection.getresponse()
@@ -117,21 +120,22 @@ class Server:
         """The registered workers by id."""
         import ray
 
-        membership = ray.get(manager.workers.remote(), timeout=20)
+        membership = ray.get(manager.workers.remote(), timeout=CALL_S)
         names = {worker.worker_id: incarnation_name(worker.worker_id, worker.epoch) for worker in membership.workers}
         return {worker_id: ray.get_actor(name, namespace=namespace(APP_NAME)) for worker_id, name in names.items()}
 
     def manager(self) -> dict[str, int]:
         import ray
 
-        statistics: dict[str, int] = ray.get(self.actor(MANAGER).statistics.remote(), timeout=20)
+        statistics: dict[str, int] = ray.get(self.actor(MANAGER).statistics.remote(), timeout=CALL_S)
         return statistics
 
     def all_workers(self) -> list[dict[str, Any]]:
         """Statistics of every registered worker; asking checks each engine's integrity."""
         import ray
 
-        result: list[dict[str, Any]] = ray.get([each.statistics.remote() for each in self.incarnations()], timeout=20)
+        asked = [each.statistics.remote() for each in self.incarnations()]
+        result: list[dict[str, Any]] = ray.get(asked, timeout=CALL_S)
         return result
 
     def workers(self) -> dict[str, dict[str, Any]]:
@@ -156,19 +160,19 @@ class Server:
         )
 
 
-def eventually(condition: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:
-    """The first true value of `condition`; fails with `what` if there is none in time."""
+def eventually(condition: Callable[[], Any], what: str, pause_s: float = 0.05) -> Any:
+    """The first true value of `condition`, asked for again after a pause; fails with `what` where that is hopeless."""
     from ray.exceptions import RayError
 
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + WAIT_S
     while True:
         try:
             if value := condition():
                 return value
         except (RayError, LookupError, ValueError, OSError):  # parts are away while they are replaced
             pass
-        assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}"
-        time.sleep(0.05)
+        assert time.monotonic() < deadline, f"not in {WAIT_S:g} s: {what}"
+        time.sleep(pause_s)
 
 
 CONFIG: dict[str, Any] = {
@@ -202,7 +206,7 @@ def idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "server" in request.fixturenames:
         running: Server = request.getfixturevalue("server")
-        eventually(running.is_idle, "every block, lease and stream given back", 30)
+        eventually(running.is_idle, "every block, lease and stream given back")
 
 
 def random_prompt(seed: int, length: int) -> list[int]:

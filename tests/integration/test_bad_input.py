@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from tests.integration.conftest import MODEL, Server, eventually, random_prompt
+from tests.integration.conftest import MODEL, WAIT_S, Server, eventually, random_prompt
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -212,7 +212,7 @@ def test_a_bad_prompt_among_good_ones_refuses_them_all(server: Server) -> None:
 
 def exchange(server: Server, data: Iterator[bytes], headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
     """Send a body part by part until the server has answered, which it may do before the end."""
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=30)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=WAIT_S)
     try:
         connection.putrequest("POST", COMPLETIONS)
         for name, value in headers.items():
@@ -282,7 +282,7 @@ def test_more_choices_than_fit_into_the_queue_are_refused(server: Server) -> Non
 
 
 def test_requests_beyond_the_queue_are_refused_until_others_end(server: Server) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
         with client.completions.create(
             model=MODEL, prompt="hi", n=MAX_QUEUED, max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
         ) as stream:

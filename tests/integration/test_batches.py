@@ -18,8 +18,7 @@ from openai import BadRequestError, NotFoundError, OpenAI
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
-from tests.integration.conftest import MODEL, SILENCE_S, Server, eventually
-from tests.integration.test_serve_cli import READY_S
+from tests.integration.conftest import MODEL, WAIT_S, Server, eventually
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
@@ -53,12 +52,12 @@ def begin(client: OpenAI, content: bytes, endpoint: Any = COMPLETION, **fields: 
     return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields)
 
 
-def ended(client: OpenAI, batch_id: str, timeout_s: float = 120) -> Any:
+def ended(client: OpenAI, batch_id: str) -> Any:
     def outcome() -> Any:
         batch = client.batches.retrieve(batch_id)
         return batch if batch.status in OUTCOMES else None
 
-    return eventually(outcome, "the batch has ended", timeout_s)
+    return eventually(outcome, "the batch has ended")
 
 
 def num_completed(client: OpenAI, batch_id: str) -> int:
@@ -126,7 +125,7 @@ def test_a_batch_is_cancelled_and_gives_its_blocks_back(client: OpenAI) -> None:
     batch = begin(client, many(max_tokens=200))
     eventually(lambda: num_completed(client, batch.id) >= 2, "two lines are answered")
     assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
-    batch = ended(client, batch.id, 20)
+    batch = ended(client, batch.id)
     output, errors = lines_in(client, batch.output_file_id), lines_in(client, batch.error_file_id)
     assert batch.status == "cancelled" and len(output) + len(errors) == NUM_MANY and len(output) < NUM_MANY
     assert {each["error"]["code"] for each in errors} == {"batch_cancelled"}
@@ -138,7 +137,7 @@ def test_clients_are_answered_while_a_batch_runs(server: Server, client: OpenAI)
     answers = [server.complete(f"Question {number}:", max_tokens=8) for number in range(20)]
     assert all(len(answer["choices"][0]["token_ids"]) == 8 for answer in answers), "none was turned away"
     client.batches.cancel(batch.id)
-    ended(client, batch.id, 20)
+    ended(client, batch.id)
 
 
 def test_a_batch_goes_on_when_its_ingress_replica_is_killed(server: Server, client: OpenAI) -> None:
@@ -156,7 +155,7 @@ def test_a_batch_goes_on_when_its_ingress_replica_is_killed(server: Server, clie
             return client.batches.retrieve(batch.id).status in OUTCOMES
         return False
 
-    eventually(answers, "another replica has ended the batch", 180)
+    eventually(answers, "another replica has ended the batch")
     batch = ended(client, batch.id)
     assert (batch.status, batch.request_counts.completed) == ("completed", 60)
     assert [each["custom_id"] for each in lines_in(client, batch.output_file_id)] == [*map(str, range(60))]
@@ -199,21 +198,21 @@ def test_the_command_goes_on_where_it_was_interrupted_and_killed(config: Path, t
     source.write_bytes(many(max_tokens=128) + line("bad", {"prompt": 7}))
 
     first = raydix_batch(config, source, output)
-    eventually(lambda: num_answered(first, journal) > 5, "some are answered", READY_S)
+    eventually(lambda: num_answered(first, journal) > 5, "some are answered")
     first.send_signal(signal.SIGINT)
-    _, shown = first.communicate(timeout=60)
+    _, shown = first.communicate(timeout=WAIT_S)
     assert first.returncode == 130, shown
     assert b"the same command goes on" in shown and not output.exists()
 
     num_before = num_answered(None, journal)
     second = raydix_batch(config, source, output)
-    eventually(lambda: num_answered(second, journal) > num_before + 5, "more are answered", READY_S)
+    eventually(lambda: num_answered(second, journal) > num_before + 5, "more are answered")
     second.kill()
-    second.communicate(timeout=60)
+    second.communicate(timeout=WAIT_S)
     assert not output.exists()
 
     third = raydix_batch(config, source, output)
-    _, shown = third.communicate(timeout=READY_S + 120)
+    _, shown = third.communicate(timeout=WAIT_S)
     assert third.returncode == 1, shown
     assert f"{NUM_MANY} of {NUM_MANY + 1} lines answered".encode() in shown.replace(b"\n", b" ")
     ids = [json.loads(each)["custom_id"] for each in output.read_bytes().splitlines()]
@@ -224,7 +223,7 @@ def test_the_command_goes_on_where_it_was_interrupted_and_killed(config: Path, t
 
     config.write_text(yaml.safe_dump({"model": {"source": f"{NULL}/nowhere"}}))
     fourth = raydix_batch(config, source, output)
-    _, shown = fourth.communicate(timeout=SILENCE_S)
+    _, shown = fourth.communicate(timeout=WAIT_S)
     assert fourth.returncode == 1 and f"{NUM_MANY} of {NUM_MANY + 1} lines answered".encode() in shown, (
         "nothing is left to do, so no model is loaded"
     )
@@ -241,7 +240,7 @@ def test_the_command_uses_a_running_server(server: Server, tmp_path: Path) -> No
     raydix_command = str(Path(sys.executable).with_name("raydix"))
     command = [raydix_command, "batch", str(source), "-o", str(output), "--address", str(address)]
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}
-    done = subprocess.run(command, capture_output=True, env=environment, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
     texts = [json.loads(each)["response"]["body"]["choices"][0]["text"] for each in output.read_bytes().splitlines()]
 
@@ -261,12 +260,12 @@ def test_a_batch_of_messages(server: Server) -> None:
         return {"model": MODEL, "max_tokens": 12, "messages": question, "temperature": 0}
 
     names = ("rivers", "lakes", "mountains")
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=WAIT_S) as client:
         requests: Any = [{"custom_id": name, "params": asked(name)} for name in names]
         requests.append({"custom_id": "bad", "params": {"max_tokens": 0}})
         made = client.messages.batches.create(requests=requests)
         assert (made.processing_status, made.request_counts.processing) == ("in_progress", 4)
-        eventually(lambda: client.messages.batches.retrieve(made.id).processing_status == "ended", "the end", 120)
+        eventually(lambda: client.messages.batches.retrieve(made.id).processing_status == "ended", "the end")
         batch = client.messages.batches.retrieve(made.id)
         assert (batch.request_counts.succeeded, batch.request_counts.errored) == (3, 1)
         results: Any = {line.custom_id: line.result for line in client.messages.batches.results(made.id)}

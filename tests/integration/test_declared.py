@@ -27,13 +27,12 @@ from raydix.engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
 from tests import helm
 from tests.chaos.harness import Stream
 from tests.integration.cluster import PARTS
-from tests.integration.conftest import Server, eventually, random_prompt
+from tests.integration.conftest import WAIT_S, Server, eventually, random_prompt
 from tests.integration.test_serve_cli import Marked
 from tests.skips import NO_HELM
 
 pytestmark = pytest.mark.skipif(helm.executable() is None, reason=NO_HELM)
 
-STARTED_S, READY_S = 60, 180
 STREAM_TOKENS = 1500
 LIMIT = 16
 """Of requests under way. A tenant's share of it has room for a stream that begins while the one before is put away."""
@@ -74,7 +73,7 @@ class Head(Marked):
         self._log = folder / "ray.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        eventually(lambda: self.dashboards("GET")[0] == 200, "the dashboard answers", STARTED_S)
+        eventually(lambda: self.dashboards("GET")[0] == 200, "the dashboard answers")
 
     @property
     def server(self) -> Server:
@@ -82,7 +81,7 @@ class Head(Marked):
 
     def dashboards(self, method: str, body: Any = None) -> tuple[int, bytes]:
         """The dashboard's answer about Serve's applications."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.dashboard, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.dashboard, timeout=WAIT_S)
         headers = {"content-type": "application/json", "authorization": f"Bearer {self._token}"}
         try:
             connection.request(method, "/api/serve/applications/", json.dumps(body).encode(), headers)
@@ -158,7 +157,7 @@ def head() -> Iterator[Head]:
     try:
         write_tenants(head.tenants, "alice", "carol")
         head.put(head.serve_config())
-        eventually(head.is_running, "the application runs", READY_S)
+        eventually(head.is_running, "the application runs")
         yield head
     finally:
         head.kill()
@@ -178,7 +177,7 @@ class Streaming:
 
     def stop(self) -> list[Stream]:
         self._over.set()
-        self._thread.join(120)
+        self._thread.join()
         return self.streams
 
     def _run(self) -> None:

@@ -18,7 +18,8 @@ from tests.integration.conftest import Server, eventually, random_prompt
 MOST = 3
 NUM_ASKING = 8
 PROMPT_TOKENS = 1500
-STREAM_TOKENS = 900
+STREAM_TOKENS = 3000
+"""More than a stream gets before its client leaves."""
 PACE_S = 0.2
 """Least time of a step while workers leave: the streams outlast that, and their objective is met."""
 NUM_ANSWERS = 16
@@ -89,19 +90,21 @@ def test_the_number_of_workers_follows_the_load(live: Live, tmp_path: Path) -> N
     eventually(lambda: len(workers(live)) == 1, "the first worker")
     asking = Asking(live.server)
     try:
-        eventually(lambda: len(workers(live)) == MOST, "as many workers as there may be", 180)
+        eventually(lambda: len(workers(live)) == MOST, "as many workers as there may be")
         num_left = len(live.events("worker_leaving"))  # while others started, and slowed this machine down
         [pid] = [pid for pid, part in live.parts().items() if part == "KVCacheManager"]
         os.kill(pid, signal.SIGKILL)
-        eventually(lambda: len(workers(live)) == MOST, "the next manager knows the workers", 60)
+        eventually(lambda: len(workers(live)) == MOST, "the next manager knows the workers")
     finally:
         asking.stop()
     assert {*asking.statuses} == {200}
 
     with paced(live.server, tmp_path / "gate", PACE_S):
         streams, threads = started(live, "changing")
-        eventually(lambda: len(workers(live)) == 1, "the least number of workers", 170)
-        assert any(thread.is_alive() for thread in threads), "the streams go on meanwhile"
+        eventually(lambda: len(workers(live)) == 1, "the least number of workers")
+        assert all(thread.is_alive() for thread in threads), "the streams go on meanwhile"
+        for stream in streams:
+            stream.has_enough.set()
     for thread in threads:
         thread.join()
 
@@ -110,10 +113,12 @@ def test_the_number_of_workers_follows_the_load(live: Live, tmp_path: Path) -> N
     print(f"longest pause {pause_s:.2f} s, {len(live.events('moved'))} requests moved")
     assert len(live.events("worker_leaving")) >= num_left + MOST - 1 and not live.events("failover")
 
-    undisturbed, threads = started(live, "undisturbed")
+    longest = max(len(stream.token_ids) for stream in streams)
+    undisturbed, threads = started(live, "undisturbed", num_tokens=longest)
     for thread in threads:
         thread.join()
-    assert [stream.token_ids for stream in streams] == [stream.token_ids for stream in undisturbed]
+    for stream, whole in zip(streams, undisturbed, strict=True):
+        assert stream.token_ids == whole.token_ids[: len(stream.token_ids)]
 
 
 def test_duties_follow_the_load(live: Live, tmp_path: Path) -> None:
@@ -121,7 +126,7 @@ def test_duties_follow_the_load(live: Live, tmp_path: Path) -> None:
     fixed = {**config(replicas=MOST, token_budget=1024), "slo": {"ttft_ms": 1000, "tpot_ms": 600}}
     done = live.deploy(fixed)
     assert done.returncode == 0 and "restarts: nothing" in done.stdout, done.stdout + done.stderr
-    eventually(lambda: len(workers(live)) == MOST, "three workers", 180)
+    eventually(lambda: len(workers(live)) == MOST, "three workers")
 
     with paced(live.server, tmp_path / "gate", DUTIES):
         for thread in started(live, "for measuring", 3 * MOST, 50)[1]:
@@ -130,12 +135,12 @@ def test_duties_follow_the_load(live: Live, tmp_path: Path) -> None:
         few, threads = started(live, "few", 2, 3000)
         asking = Asking(live.server, 6, 1000)
         try:
-            eventually(lambda: duties(live) == ["decode", "prefill", "prefill"], "two workers prefill", 120)
+            eventually(lambda: duties(live) == ["decode", "prefill", "prefill"], "two workers prefill")
         finally:
             asking.stop()
 
         many, others = started(live, "many", NUM_ANSWERS, 1000)
-        eventually(lambda: duties(live).count("prefill") < 2, "more workers decode", 60)
+        eventually(lambda: duties(live).count("prefill") < 2, "more workers decode")
         for stream in [*few, *many]:
             stream.has_enough.set()
         for thread in [*threads, *others]:
@@ -159,7 +164,7 @@ def test_the_last_worker_goes_and_comes_back_for_a_request(live: Live) -> None:
             return list(pool.map(lambda prompt: live.server.complete(prompt, max_tokens=8, cache_salt="zero"), prompts))
 
     before = answered()
-    eventually(lambda: not workers(live), "no worker", 180)
+    eventually(lambda: not workers(live), "no worker")
     assert live.server.request("GET", "/health")[0] == 200
     began = time.monotonic()
     after = answered()

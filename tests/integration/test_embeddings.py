@@ -5,6 +5,7 @@ import http.client
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from struct import unpack
 from typing import Any
 
@@ -14,7 +15,9 @@ from ray import serve
 
 import raydix
 from raydix.cli.cluster import APP_NAME
-from tests.integration.conftest import MODEL, Server, eventually, random_prompt
+from tests.integration.cluster import paced
+from tests.integration.conftest import MODEL, WAIT_S, Server, eventually, random_prompt
+from tests.integration.test_faults import PREFILL_PACE_S
 
 HIDDEN = 576
 TEXTS = ["A cat sleeps on the sofa.", "A kitten naps on the couch.", "The invoice is due on Friday.", "x"]
@@ -22,12 +25,12 @@ TEXTS = ["A cat sleeps on the sofa.", "A kitten naps on the couch.", "The invoic
 
 @pytest.fixture
 def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
 
 
 def embed(server: Server, given: object, **fields: object) -> dict[str, Any]:
     body = {"model": MODEL, "input": given, **fields}
-    status, _, data = server.request("POST", "/v1/embeddings", body, timeout=120)
+    status, _, data = server.request("POST", "/v1/embeddings", body, timeout=WAIT_S)
     assert status == 200, data
     answer: dict[str, Any] = json.loads(data)
     return answer
@@ -127,23 +130,25 @@ def test_the_python_handle(server: Server) -> None:
     assert [*map(list, response.embeddings)] == vectors(embed(server, TEXTS))
 
 
-def test_a_client_that_leaves_ends_all_inputs(server: Server) -> None:
+def test_a_client_that_leaves_ends_all_inputs(server: Server, tmp_path: Path) -> None:
     body = json.dumps({"input": [random_prompt(660 + index, 3000) for index in range(20)], "cache_salt": "gone"})
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
-    connection.request("POST", "/v1/embeddings", body, server.headers)
-    eventually(lambda: server.workers()["prefill"]["num_running"] > 0, "the embedding has begun")
-    connection.close()
-    eventually(lambda: server.workers()["prefill"]["num_running"] == 0, "its inputs are given up")
-    assert server.workers()["prefill"]["num_waiting"] == 0
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=WAIT_S)
+    with paced(server, tmp_path / "gate", PREFILL_PACE_S):
+        connection.request("POST", "/v1/embeddings", body, server.headers)
+        eventually(lambda: server.workers()["prefill"]["num_running"] > 0, "the embedding has begun")
+        connection.close()
+        eventually(lambda: server.workers()["prefill"]["num_running"] == 0, "its inputs are given up")
+        assert server.workers()["prefill"]["num_waiting"] == 0
 
 
-def test_a_vector_survives_the_death_of_its_worker(server: Server) -> None:
+def test_a_vector_survives_the_death_of_its_worker(server: Server, tmp_path: Path) -> None:
     prompt = random_prompt(640, 4000)
     expected = vectors(embed(server, prompt, cache_salt="reference"))
     worker = server.workers()["prefill"]
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(embed, server, prompt, cache_salt="killed")
-        eventually(lambda: server.workers()["prefill"]["num_running"] > 0, "the embedding has begun")
-        server.kill(worker)
+        with paced(server, tmp_path / "gate", PREFILL_PACE_S):
+            answer = pool.submit(embed, server, prompt, cache_salt="killed")
+            eventually(lambda: server.workers()["prefill"]["num_running"] > 0, "the embedding has begun")
+            server.kill(worker)
         assert vectors(answer.result()) == expected
     eventually(lambda: server.workers()["prefill"]["epoch"] != worker["epoch"], "the prefill worker is back")

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.integration.conftest import Server
+from tests.integration.conftest import WAIT_S, Server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TIMEOUT_S = 120
 
 
 def run_example(name: str, *arguments: str) -> str:
@@ -23,7 +22,7 @@ def run_example(name: str, *arguments: str) -> str:
         [sys.executable, str(EXAMPLES / name), *arguments],
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=WAIT_S,
         env={**environment, "PYTHONPATH": str(EXAMPLES.parent)},
         check=False,
     )

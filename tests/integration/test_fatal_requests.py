@@ -12,11 +12,12 @@ import ray
 
 from tests.chaos.harness import NUM_STREAMS, Load, Outcome, Streams
 from tests.integration.cluster import Cluster, Live, paced
-from tests.integration.conftest import MODEL, Server, eventually, random_prompt
+from tests.integration.conftest import MODEL, WAIT_S, Server, eventually, random_prompt
 
 NUM_WORKERS = 3
 NUM_TOKENS = 120
-PACE_S = 0.1
+PACE_S = 0.4
+"""Least time of a step while workers die: the other streams outlast that."""
 FATAL = 300
 """The first token of the prompt under which workers die."""
 CONFIG: dict[str, Any] = {
@@ -30,7 +31,7 @@ CONFIG: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def live(cluster: Cluster) -> Live:
     running = cluster.serve(CONFIG)
-    eventually(lambda: running.num_workers() == NUM_WORKERS, "all workers", 180)
+    eventually(lambda: running.num_workers() == NUM_WORKERS, "all workers")
     return running
 
 
@@ -49,7 +50,7 @@ def arm(server: Server) -> None:
 
         runner.hidden = hidden
 
-    ray.get([worker.__ray_call__.remote(replace) for worker in server.incarnations()], timeout=60)
+    ray.get([worker.__ray_call__.remote(replace) for worker in server.incarnations()], timeout=WAIT_S)
 
 
 def epochs(server: Server) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,7 +15,8 @@ from ray import serve
 from raydix.cli.cluster import APP_NAME
 from raydix.engine.api.generate import GenerateRequest
 from raydix.engine.core.types import FinishReason
-from tests.integration.conftest import MODEL, Server, eventually, random_prompt
+from tests.integration.cluster import paced
+from tests.integration.conftest import MODEL, WAIT_S, Server, eventually, random_prompt
 from tests.integration.test_faults import is_replaced, num_attempts
 
 CHAT = "/v1/chat/completions"
@@ -70,7 +72,7 @@ def test_openai_s_client_parses_an_answer(server: Server) -> None:
     class Verdict(BaseModel):
         is_true: bool
 
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
     parsed = client.chat.completions.parse(
         model=MODEL,
         messages=[{"role": "user", "content": "Is water wet?"}],
@@ -178,14 +180,15 @@ def test_equal_bits_cold_warm_and_among_others(server: Server) -> None:
 @pytest.mark.parametrize(
     "form", [{"regex": "[a-z]{300,400}"}, {"regex": "(red green ){60}(blue ){60}"}], ids=["free", "forced"]
 )
-def test_equal_bits_after_the_death_of_the_decode_worker(server: Server, form: dict[str, Any]) -> None:
+def test_equal_bits_after_the_death_of_the_decode_worker(server: Server, form: dict[str, Any], tmp_path: Path) -> None:
     asked = {"structured_outputs": form, "temperature": 1, "seed": 5, "max_tokens": 120, "ignore_eos": False}
     prompt = random_prompt(712, 200)
     expected = server.complete(prompt, **asked, cache_salt="reference")["choices"][0]["token_ids"]
     worker = server.workers()["decode"]
-    chunks = server.stream(prompt, **asked, cache_salt="killed")
-    seen = [next(chunks), next(chunks)]
-    server.kill(worker)
+    with paced(server, tmp_path / "gate"):
+        chunks = server.stream(prompt, **asked, cache_salt="killed")
+        seen = [next(chunks), next(chunks)]
+        server.kill(worker)
     got = [token for chunk in (*seen, *chunks) for choice in chunk["choices"] for token in choice.get("token_ids", ())]
     assert got == expected
     eventually(lambda: is_replaced(server, worker), "the decode worker is back")
@@ -221,5 +224,5 @@ def test_what_cannot_be_compiled_is_refused_with_its_place(server: Server) -> No
 def test_the_handle_takes_the_same_fields(server: Server) -> None:
     handle = serve.get_app_handle(APP_NAME)
     request = GenerateRequest(prompt="Say", regex="(yes|no)", max_tokens=20, seed=1)
-    answer = handle.generate.remote(request).result(timeout_s=60)
+    answer = handle.generate.remote(request).result(timeout_s=WAIT_S)
     assert answer.text in ("yes", "no") and answer.finish_reason is FinishReason.STOP

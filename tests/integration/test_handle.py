@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,9 @@ from raydix.cli.cluster import APP_NAME
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
 from raydix.engine.core.errors import ContextLengthError, ModelNotFoundError, RequestError
 from raydix.engine.core.types import FinishReason
-from tests.integration.conftest import MODEL, Server, eventually, random_prompt
-
-TIMEOUT_S = 60
+from tests.integration.cluster import paced
+from tests.integration.conftest import MODEL, WAIT_S, Server, eventually, random_prompt
+from tests.integration.test_logs import records
 
 PROGRAM = """
 import asyncio
@@ -52,7 +54,7 @@ def test_generate_answers_as_http_does(server: Server, handle: Any) -> None:
     prompt = random_prompt(60, 30)
     over_http = server.complete(prompt, max_tokens=8)
     request = GenerateRequest(prompt=prompt, max_tokens=8, temperature=0, ignore_eos=True, return_token_ids=True)
-    answer = handle.generate.remote(request).result(timeout_s=TIMEOUT_S)
+    answer = handle.generate.remote(request).result(timeout_s=WAIT_S)
     assert isinstance(answer, GenerateResponse)
     assert answer.text == over_http["choices"][0]["text"]
     assert list(answer.token_ids) == over_http["choices"][0]["token_ids"]
@@ -65,14 +67,14 @@ def test_generate_answers_as_http_does(server: Server, handle: Any) -> None:
 def test_a_tenant_that_is_not_configured_is_refused(handle: Any) -> None:
     request = GenerateRequest(prompt="hi", max_tokens=1, tenant="acme")
     with pytest.raises(RequestError, match="no tenant 'acme'"):
-        handle.generate.remote(request).result(timeout_s=TIMEOUT_S)
+        handle.generate.remote(request).result(timeout_s=WAIT_S)
 
 
 def test_stream_gives_the_same_piece_by_piece(handle: Any) -> None:
     request = GenerateRequest(
         prompt="Rivers and emoji 🌊🏞️", max_tokens=24, seed=7, ignore_eos=True, logprobs=1, return_token_ids=True
     )
-    whole = handle.generate.remote(request).result(timeout_s=TIMEOUT_S)
+    whole = handle.generate.remote(request).result(timeout_s=WAIT_S)
     chunks = list(handle.options(stream=True).stream.remote(request))
     assert all(isinstance(chunk, GenerateChunk) for chunk in chunks)
     assert len(chunks) > 1
@@ -88,16 +90,16 @@ def test_stream_gives_the_same_piece_by_piece(handle: Any) -> None:
 
 def test_a_chat_stops_at_a_string(server: Server, handle: Any) -> None:
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": "Count: 1, 2, 3"}], "temperature": 0}
-    free = handle.generate.remote(GenerateRequest(**fields, max_tokens=20)).result(timeout_s=TIMEOUT_S)
+    free = handle.generate.remote(GenerateRequest(**fields, max_tokens=20)).result(timeout_s=WAIT_S)
     stop = free.text[4:7]
-    stopped = handle.generate.remote(GenerateRequest(**fields, max_tokens=20, stop=stop)).result(timeout_s=TIMEOUT_S)
+    stopped = handle.generate.remote(GenerateRequest(**fields, max_tokens=20, stop=stop)).result(timeout_s=WAIT_S)
     assert stopped.text == free.text[: free.text.index(stop)]
     assert stopped.finish_reason is FinishReason.STOP
 
 
 def test_a_mapping_does_as_well(handle: Any) -> None:
     request = {"prompt": "hi", "max_tokens": 2, "model": MODEL, "ignore_eos": True}
-    assert len(handle.generate.remote(request).result(timeout_s=TIMEOUT_S).token_ids) == 2
+    assert len(handle.generate.remote(request).result(timeout_s=WAIT_S).token_ids) == 2
 
 
 def test_one_name_for_two_requests_at_once_mixes_nothing(handle: Any) -> None:
@@ -107,9 +109,9 @@ def test_one_name_for_two_requests_at_once_mixes_nothing(handle: Any) -> None:
         )
         for seed in (61, 62)
     ]
-    alone = [handle.generate.remote(request).result(timeout_s=TIMEOUT_S).token_ids for request in requests]
+    alone = [handle.generate.remote(request).result(timeout_s=WAIT_S).token_ids for request in requests]
     together = [handle.generate.remote(request) for request in requests]
-    answers = [response.result(timeout_s=TIMEOUT_S) for response in together]
+    answers = [response.result(timeout_s=WAIT_S) for response in together]
     assert [answer.token_ids for answer in answers] == alone
     assert {answer.request_id for answer in answers} == {"same"}
 
@@ -119,18 +121,22 @@ def test_streams_run_side_by_side(handle: Any) -> None:
         GenerateRequest(prompt=random_prompt(seed, 40), max_tokens=16, temperature=0, ignore_eos=True)
         for seed in range(70, 78)
     ]
-    alone = [handle.generate.remote(request).result(timeout_s=TIMEOUT_S).text for request in requests]
+    alone = [handle.generate.remote(request).result(timeout_s=WAIT_S).text for request in requests]
     streams = [handle.options(stream=True).stream.remote(request) for request in requests]
     assert ["".join(chunk.text for chunk in stream) for stream in streams] == alone
 
 
-def test_a_caller_that_cancels_frees_everything(server: Server, handle: Any) -> None:
+def test_a_caller_that_cancels_frees_everything(server: Server, handle: Any, tmp_path: Path) -> None:
+    """The answers do not end by themselves meanwhile, nor because nobody asks for their tokens any more."""
+    since = time.time()
     request = GenerateRequest(prompt="hi", max_tokens=3000, ignore_eos=True)
-    stream = handle.options(stream=True).stream.remote(request)
-    next(iter(stream))
-    stream.cancel()
-    handle.generate.remote(request).cancel()
-    eventually(server.is_idle, "freed at once, and not because nobody asks for its tokens any more", 5)
+    with paced(server, tmp_path / "gate"):
+        stream = handle.options(stream=True).stream.remote(request)
+        next(iter(stream))
+        stream.cancel()
+        handle.generate.remote(request).cancel()
+        eventually(server.is_idle, "everything is freed")
+    assert not {"ingress_lost", "orphan_aborted"} & {record.get("event") for record in records(since)}
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def test_a_bad_field_is_found_where_the_request_is_made() -> None:
 
 def ask(handle: Any, method: str, request: Any) -> None:
     if method == "generate":
-        handle.generate.remote(request).result(timeout_s=TIMEOUT_S)
+        handle.generate.remote(request).result(timeout_s=WAIT_S)
     else:
         list(handle.options(stream=True).stream.remote(request))
 
@@ -183,15 +189,15 @@ def test_a_ray_task_uses_the_handle(server: Server) -> None:
     def task() -> tuple[list[int], list[int], str]:
         handle: Any = serve.get_app_handle("raydix")
         request = GenerateRequest(prompt=prompt, max_tokens=6, temperature=0, ignore_eos=True)
-        whole = handle.generate.remote(request).result(timeout_s=60)
+        whole = handle.generate.remote(request).result(timeout_s=WAIT_S)
         chunks = list(handle.options(stream=True).stream.remote(request))
         try:
-            handle.generate.remote({"prompt": ""}).result(timeout_s=60)
+            handle.generate.remote({"prompt": ""}).result(timeout_s=WAIT_S)
         except RequestError as error:
             refusal = error.message
         return list(whole.token_ids), [token for chunk in chunks for token in chunk.token_ids], refusal
 
-    whole, streamed, refusal = ray.get(task.remote(), timeout=TIMEOUT_S)
+    whole, streamed, refusal = ray.get(task.remote(), timeout=WAIT_S)
     assert whole == streamed == expected
     assert refusal == "'prompt' must not be empty."
 
@@ -205,7 +211,7 @@ def test_another_ray_program_uses_the_handle(server: Server) -> None:
         env={name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")},
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=WAIT_S,
     )
     assert program.returncode == 0, program.stderr
     *answers, last = program.stdout.splitlines()

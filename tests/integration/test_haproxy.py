@@ -21,7 +21,7 @@ import pytest
 from benchmarks.hostile import connections
 from raydix.cli.cluster import free_port, front
 from raydix.configs.schema import HttpSection
-from tests.integration.conftest import SILENCE_S, eventually
+from tests.integration.conftest import WAIT_S, eventually
 
 HEADER_TIMEOUT_S = 3
 CONNECTIONS = 100
@@ -78,7 +78,7 @@ class Front:
         self.process.wait()
 
     def get(self, headers: dict[str, str] | None = None, path: str = "/") -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SILENCE_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
         try:
             connection.request("GET", path, headers=headers or {})
             response = connection.getresponse()
@@ -88,7 +88,7 @@ class Front:
 
     def send(self, data: bytes) -> bytes:
         """What comes back until the connection is closed."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=SILENCE_S) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S) as connection:
             connection.sendall(data)
             return b"".join(iter(lambda: connection.recv(65536), b""))
 
@@ -179,8 +179,8 @@ def test_a_client_that_leaves_while_it_waits_is_noticed(haproxy: Front) -> None:
         with socket.create_connection(("127.0.0.1", haproxy.port)) as connection:
             connection.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n")
             connection.sendall(b"x" * 500)
-            assert WAITING.acquire(timeout=SILENCE_S), "the backend has the request"
-    assert all(LEFT.acquire(timeout=SILENCE_S) for _ in range(30)), "all are over"
+            assert WAITING.acquire(timeout=WAIT_S), "the backend has the request"
+    assert all(LEFT.acquire(timeout=WAIT_S) for _ in range(30)), "all are over"
 
 
 def test_headers_that_do_not_come_end_the_connection(haproxy: Front) -> None:

@@ -29,7 +29,7 @@ from tests.integration.answers import (
     token_ids,
     usage_of,
 )
-from tests.integration.conftest import MODEL, Server, random_prompt
+from tests.integration.conftest import MODEL, WAIT_S, Server, random_prompt
 
 STORY = "Once upon a time there was a small river that"
 EMOJI = "🎉🚀🐙🌍🦑🧊🎈🪐🐳🍄🌵🎻🦜🌋🧿🪁 日本語 Ελληνικά 🎉🚀🐙🌍🦑🧊🎈🪐🐳🍄🌵🎻🦜🌋🧿🪁"
@@ -38,7 +38,7 @@ CHAT: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Name thre
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
         yield client
 
 
@@ -88,7 +88,7 @@ def test_health_and_version(server: Server) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_answer_names_its_request_in_a_header(server: Server, stream: bool) -> None:
     body = {"model": MODEL, "prompt": STORY, "max_tokens": 2, "stream": stream}
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=WAIT_S)
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()
     data = response.read()

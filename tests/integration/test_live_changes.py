@@ -60,13 +60,13 @@ class Background:
     def stop_asking(self) -> list[int]:
         """The statuses of all short requests."""
         self._over.set()
-        self._threads[1].join(60)
+        self._threads[1].join()
         return self.statuses
 
     def result(self) -> list[int]:
         """All tokens of the stream."""
         for thread in self._threads:
-            thread.join(120)
+            thread.join()
         assert not self._errors, self._errors
         return self.token_ids
 

@@ -20,7 +20,7 @@ import pytest
 from raydix.cli.cluster import free_port
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
-from tests.integration.conftest import Server, random_prompt
+from tests.integration.conftest import WAIT_S, Server, random_prompt
 
 ROOT = Path(__file__).parents[2]
 TWO = {"prompt": "One, two,", "max_tokens": 8, "temperature": 0}
@@ -85,7 +85,7 @@ def here(local: Process) -> Server:
 
 
 def test_chats_completions_and_streams(here: Server) -> None:
-    status, _, body = here.request("POST", "/v1/chat/completions", {**QUESTION, "max_tokens": 12}, timeout=300)
+    status, _, body = here.request("POST", "/v1/chat/completions", {**QUESTION, "max_tokens": 12}, timeout=WAIT_S)
     assert status == 200 and json.loads(body)["choices"][0]["message"]["content"]
     prompt = random_prompt(1, 300)
     whole = here.complete(prompt, max_tokens=8)
@@ -111,7 +111,7 @@ def test_a_grammar_and_a_client_that_leaves(here: Server) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     form = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema}}
     body = {**QUESTION, "max_tokens": 60, "response_format": form}
-    status, _, answer = here.request("POST", "/v1/chat/completions", body, timeout=300)
+    status, _, answer = here.request("POST", "/v1/chat/completions", body, timeout=WAIT_S)
     assert status == 200
     assert isinstance(json.loads(json.loads(answer)["choices"][0]["message"]["content"])["n"], int)
     chunks = here.stream(random_prompt(2, 20), max_tokens=1500)
@@ -148,7 +148,7 @@ def test_the_wheel_serves_beside_other_packages_of_the_tree_s_names(local: Proce
     try:
         running.until("ready after")
         servers = [Server("127.0.0.1", each.port) for each in (running, local)]
-        answers = [each.request("POST", "/v1/completions", TWO, timeout=300) for each in servers]
+        answers = [each.request("POST", "/v1/completions", TWO, timeout=WAIT_S) for each in servers]
         assert [status for status, _, _ in answers] == [200, 200]
         assert len({json.dumps(json.loads(body)["choices"]) for _, _, body in answers}) == 1
     finally:
@@ -162,7 +162,7 @@ def test_a_signal_ends_everything(local: Process) -> None:
     os.kill(local.process.pid, signal.SIGTERM)
     local.until("stopping")
     assert local.process.wait() == 0
-    gone, alive = psutil.wait_procs(children, timeout=60)
+    gone, alive = psutil.wait_procs(children, timeout=WAIT_S)
     assert not alive and len(gone) == len(children)
 
 
@@ -217,7 +217,7 @@ def test_a_signal_ends_a_server_that_loads_its_model(tmp_path: Path) -> None:
     running.until("stopping")
     assert running.process.wait() == 0
     assert not [line for line in running.lines if "ready after" in line or "Traceback" in line]
-    assert not psutil.wait_procs(children, timeout=60)[1]
+    assert not psutil.wait_procs(children, timeout=WAIT_S)[1]
 
 
 def pip(*arguments: str) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from raydix.actors.logs import log_folder
-from tests.integration.conftest import MODEL, Server, eventually, random_prompt
+from tests.integration.cluster import paced
+from tests.integration.conftest import MODEL, WAIT_S, Server, eventually, random_prompt
 
 Record = dict[str, Any]
 
@@ -50,16 +51,17 @@ def process_of(role: str) -> int:
     )
 
 
-def test_the_story_of_a_killed_worker(server: Server) -> None:
+def test_the_story_of_a_killed_worker(server: Server, tmp_path: Path) -> None:
     epoch = server.workers()["decode"]["epoch"]
-    chunks = server.stream(random_prompt(90, 300), max_tokens=150)
-    opening = [next(chunks), next(chunks)]
-    request = opening[0]["id"].removeprefix("cmpl-")
-    victim, killed_at = process_of("decode"), time.time()
-    os.kill(victim, signal.SIGKILL)
+    with paced(server, tmp_path / "gate"):
+        chunks = server.stream(random_prompt(90, 300), max_tokens=150)
+        opening = [next(chunks), next(chunks)]
+        request = opening[0]["id"].removeprefix("cmpl-")
+        victim, killed_at = process_of("decode"), time.time()
+        os.kill(victim, signal.SIGKILL)
     choices = [choice for chunk in [*opening, *chunks] for choice in chunk["choices"]]
     assert sum(len(choice.get("token_ids", ())) for choice in choices) == 150
-    eventually(lambda: server.workers()["decode"]["epoch"] > epoch, "the decode worker is back", 120)
+    eventually(lambda: server.workers()["decode"]["epoch"] > epoch, "the decode worker is back")
     eventually(lambda: first(records(killed_at), "host-decode", "child_started"), "its host knows it, too")
 
     story = records(killed_at)
@@ -139,7 +141,7 @@ def test_refusals_are_summed_up_and_nobodys_text_or_key_is_logged(server: Server
 def post(server: Server, body: Record, headers: dict[str, str]) -> int:
     import http.client
 
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=WAIT_S)
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {**server.headers, **headers})
         response = connection.getresponse()

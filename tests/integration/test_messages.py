@@ -10,7 +10,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.integration.conftest import MODEL, Server
+from tests.integration.conftest import MODEL, WAIT_S, Server
 
 SYSTEM = "You are a helpful guide to the rivers of Europe. " * 12
 QUESTION: Any = [{"role": "user", "content": "Name three rivers of Europe."}]
@@ -19,7 +19,7 @@ GREEDY = {"temperature": 0}
 
 @pytest.fixture
 def client(server: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=WAIT_S) as client:
         yield client
 
 

@@ -11,7 +11,7 @@ from raydix.engine.core.errors import StartupError
 from raydix.engine.core.tenants import key_hash
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from tests.browser import NO_CHROMIUM, Page, browser, executable
-from tests.integration.conftest import Server
+from tests.integration.conftest import WAIT_S, Server
 from tests.integration.test_local_server import Process
 
 VIEWS = ("chat", "requests", "cluster", "prefixes", "savings")
@@ -175,7 +175,7 @@ def test_a_request_under_way_is_pushed_to_the_table(local: Process) -> None:
 
 def test_a_tenant_sees_nothing_of_another_one(local: Process) -> None:
     alice = Server("127.0.0.1", local.port, "rdx-alice")
-    status, _, body = alice.request("POST", "/v1/completions", {"prompt": SECRET * 3, "max_tokens": 4}, timeout=300)
+    status, _, body = alice.request("POST", "/v1/completions", {"prompt": SECRET * 3, "max_tokens": 4}, timeout=WAIT_S)
     assert status == 200
     name = json.loads(body)["id"]
 

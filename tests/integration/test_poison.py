@@ -1,10 +1,12 @@
 """A request that the model cannot compute ends alone; a device that computes nothing any more costs its worker."""
 
+from pathlib import Path
 from typing import Any
 
 import ray
 
-from tests.integration.conftest import Server, eventually, random_prompt
+from tests.integration.cluster import paced
+from tests.integration.conftest import WAIT_S, Server, eventually, random_prompt
 from tests.integration.test_faults import collect, num_attempts
 
 POISON = 300
@@ -35,14 +37,14 @@ def mend(server: Server) -> None:
     def restore(worker: Any) -> None:
         del worker._engine.runner.hidden
 
-    ray.get(server.actor(server.workers()["decode"]["worker_id"]).__ray_call__.remote(restore), timeout=20)
+    ray.get(server.actor(server.workers()["decode"]["worker_id"]).__ray_call__.remote(restore), timeout=WAIT_S)
 
 
 def test_a_poisoned_stream_ends_alone(server: Server) -> None:
     prompts = [[POISON if index in (1, 2) else 301 + index, *range(400, 440)] for index in range(4)]
     expected = [server.complete(prompt, max_tokens=60)["choices"][0]["token_ids"] for prompt in prompts]
     epoch = server.workers()["decode"]["epoch"]
-    ray.get(spoil(server, is_broken=False), timeout=20)
+    ray.get(spoil(server, is_broken=False), timeout=WAIT_S)
     try:
         streams = [server.stream(prompt, max_tokens=60) for prompt in prompts]
         begun = [[next(stream)] for stream in streams]
@@ -60,16 +62,17 @@ def test_a_poisoned_stream_ends_alone(server: Server) -> None:
     finally:
         mend(server)
     assert server.workers()["decode"]["epoch"] == epoch, "the worker stays"
-    eventually(server.is_idle, "everything is free", 10)
+    eventually(server.is_idle, "everything is free")
 
 
-def test_a_worker_whose_device_is_broken_is_replaced_and_its_streams_go_on(server: Server) -> None:
+def test_a_worker_whose_device_is_broken_is_replaced_and_its_streams_go_on(server: Server, tmp_path: Path) -> None:
     prompt = random_prompt(61, 200)
     expected = server.complete(prompt, max_tokens=60)["choices"][0]["token_ids"]
     epoch = server.workers()["decode"]["epoch"]
-    stream = server.stream(prompt, max_tokens=60)
-    seen = [next(stream), next(stream)]
-    spoil(server, is_broken=True)
+    with paced(server, tmp_path / "gate"):
+        stream = server.stream(prompt, max_tokens=60)
+        seen = [next(stream), next(stream)]
+        spoil(server, is_broken=True)
     assert collect([*seen, *stream]) == expected
     eventually(lambda: server.workers()["decode"]["epoch"] > epoch, "the decode worker is back")
     assert num_attempts(server, seen[0]["id"]) == 2

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.integration.conftest import MODEL, Server, eventually
+from tests.integration.conftest import MODEL, WAIT_S, Server, eventually
 from tests.integration.test_chats import spelled, tokenizer
 from tests.integration.test_transcripts import TURN, full_blocks
 
@@ -16,7 +16,7 @@ QUESTION = "Name three rivers of Europe."
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
         yield client
 
 
@@ -118,7 +118,7 @@ def test_stored_responses_go_with_the_manager(client: openai.OpenAI, server: Ser
 def test_a_response_in_the_background(client: openai.OpenAI) -> None:
     queued = ask(client, QUESTION, background=True)
     assert (queued.status, queued.background, queued.output_text) == ("queued", True, "")
-    eventually(lambda: client.responses.retrieve(queued.id).status not in ("queued", "in_progress"), "the end", 60)
+    eventually(lambda: client.responses.retrieve(queued.id).status not in ("queued", "in_progress"), "the end")
     shown, whole = client.responses.retrieve(queued.id), ask(client, QUESTION)
     assert (shown.status, shown.output_text) == (whole.status, whole.output_text)
     assert shown.usage is not None and shown.usage.output_tokens == whole.usage.output_tokens
@@ -138,7 +138,7 @@ def test_a_stream_in_the_background_is_read_again_behind_an_event(client: openai
     numbers = [event.sequence_number for event in [*events, *rest]]
     assert numbers == list(range(len(numbers)))
     deltas = [event.delta for event in [*events, *rest] if event.type == "response.output_text.delta"]
-    eventually(lambda: client.responses.retrieve(response_id).status not in ("queued", "in_progress"), "the end", 60)
+    eventually(lambda: client.responses.retrieve(response_id).status not in ("queued", "in_progress"), "the end")
     assert "".join(deltas) == client.responses.retrieve(response_id).output_text
 
 

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from tests.integration.conftest import MODEL, ORIGIN, Server, eventually, random_prompt
+from tests.integration.conftest import MODEL, ORIGIN, WAIT_S, Server, eventually, random_prompt
 from tests.integration.test_metrics import COUNTERS
 
 
@@ -106,7 +106,7 @@ def test_the_server_describes_itself(server: Server) -> None:
 
 def send(server: Server, method: str, origin: str, **headers: str) -> tuple[int, str | None]:
     """Status, and the origin whose pages may read the answer."""
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=WAIT_S)
     body = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode() if method == "POST" else None
     try:
         connection.request(method, "/v1/completions", body, {**server.headers, "origin": origin, **headers})

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import MODEL, Server, random_prompt
+from tests.integration.conftest import MODEL, WAIT_S, Server, random_prompt
 
 QUERY = "The capital of France is"
 ITEMS = [" Paris", " London", " a city"]
 
 
 def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    status, _, data = server.request("POST", path, {"model": MODEL, **body}, timeout=120)
+    status, _, data = server.request("POST", path, {"model": MODEL, **body}, timeout=WAIT_S)
     assert status == 200, data
     answer: dict[str, Any] = json.loads(data)
     return answer

@@ -26,17 +26,16 @@ from raydix.cli.machine import this_machine
 from raydix.configs.choose import choose
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
-from tests.integration.conftest import MODEL, eventually
+from tests.integration.conftest import MODEL, WAIT_S, eventually
 
-READY_S = 280.0
 STILL_S = 30.0
 """Interval in which a server that starts uses a processor, on the busiest machine."""
-STOPPED_S = 30
-ORPHANED_S = 10
 SHARED_MEMORY = "/dev/shm/"
 MARK = "RAYDIX_TEST_MARK"
 WITHOUT_MODEL = ("--config", "cpu_mixed", "--model", f"{NULL}{DEFAULT_MODEL}")
 """A server that starts quickly: one worker, which makes its tokens up."""
+OPEN_FILES, CONNECTIONS = 256, 64
+"""A low limit of the operating system, and the connections that a server takes under it."""
 
 
 class Marked:
@@ -64,7 +63,7 @@ class Marked:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.kill()
-        self.process.wait(STOPPED_S)
+        self.process.wait(WAIT_S)
 
     def _is_marked(self, process: psutil.Process) -> bool:
         try:
@@ -139,13 +138,13 @@ class Terminal(Marked):
 
     def wait(self) -> int:
         """The exit code."""
-        code = self.process.wait(STOPPED_S)
-        self._reader.join(5)
+        code = self.process.wait(WAIT_S)
+        self._reader.join(WAIT_S)
         return code
 
     def close(self) -> None:
         self.kill()
-        self._reader.join(5)
+        self._reader.join(WAIT_S)
         os.close(self._master)
 
     def _read(self) -> None:
@@ -156,12 +155,13 @@ class Terminal(Marked):
 
 @pytest.fixture
 def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
-    """With the arguments that the test is parametrized with, or without a model's work."""
+    """With the arguments and the limit of open files that the test is parametrized with, or without a model's work."""
     try:
         resolve_model(DEFAULT_MODEL)
     except StartupError as error:
         pytest.skip(str(error))
-    terminal = Terminal(*getattr(request, "param", WITHOUT_MODEL))
+    arguments, open_files = getattr(request, "param", (WITHOUT_MODEL, None))
+    terminal = Terminal(*arguments, open_files=open_files)
     try:
         yield terminal
     finally:
@@ -170,7 +170,7 @@ def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
 
 def assert_nothing_left(terminal: Terminal, processes: list[psutil.Process], shared_memory: set[Path]) -> None:
     """A process whose parent in Ray has died ends by itself, when it notices."""
-    _, left = psutil.wait_procs([*processes, *terminal.processes()], timeout=ORPHANED_S)
+    _, left = psutil.wait_procs([*processes, *terminal.processes()], timeout=WAIT_S)
     assert not left
     assert not [path for path in shared_memory if path.exists()]
     with socket.socket() as probe:
@@ -200,8 +200,8 @@ def assert_killing_frees_its_port(terminal: Terminal) -> None:
     """Kill a running server. Of Ray's processes two notice the end only after a minute."""
     processes = [process for process in terminal.processes() if not process.name().startswith("ray::")]
     terminal.process.kill()
-    eventually(lambda: is_free(terminal.port), "HAProxy has ended, too", 30)
-    eventually(lambda: not any(map(is_alive, processes)), "nor is anything else left", 60)
+    eventually(lambda: is_free(terminal.port), "HAProxy has ended, too")
+    eventually(lambda: not any(map(is_alive, processes)), "nor is anything else left")
 
 
 def ctrl_c(terminal: Terminal) -> None:
@@ -220,7 +220,7 @@ def terminate(terminal: Terminal) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("terminal", [()], indirect=True, ids=["as it starts by itself"])
+@pytest.mark.parametrize("terminal", [((), None)], indirect=True, ids=["as it starts by itself"])
 def test_it_serves_until_it_is_told_to_stop(terminal: Terminal) -> None:
     """By Ctrl-C, twice; a server that was started again is ended by SIGTERM."""
     terminal.until("ready after")
@@ -230,13 +230,13 @@ def test_it_serves_until_it_is_told_to_stop(terminal: Terminal) -> None:
     request = urllib.request.Request(
         words[1], words[words.index("-d") + 1].encode(), {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=WAIT_S) as response:
         answer = json.load(response)
     assert answer["model"] == MODEL
     assert answer["choices"][0]["message"]["content"].strip()
     assert f"configuration {choose(this_machine()).config} for " in terminal.screen
     [(host, port)] = re.findall(r"Ray at (\S+):(\d+)", terminal.screen)
-    socket.create_connection((host, int(port)), timeout=10).close()
+    socket.create_connection((host, int(port)), timeout=WAIT_S).close()
 
     processes, shared_memory = terminal.processes(), terminal.shared_memory()
     assert len(processes) > 8
@@ -277,27 +277,19 @@ def ask(terminal: Terminal) -> int:
     body = json.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": 1}).encode()
     url = f"http://127.0.0.1:{terminal.port}/v1/completions"
     request = urllib.request.Request(url, body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=WAIT_S) as response:
         status: int = response.status
         return status
 
 
-@pytest.mark.slow
-def test_few_open_files_cost_connections_and_no_answer() -> None:
+def assert_few_open_files_cost_connections_and_no_answer(terminal: Terminal) -> None:
     """Four times as many clients as HAProxy takes: the others wait for their turn. HAProxy once took so many clients
     that it had no descriptor left for a replica, declared the replica dead, and answered 503."""
-    try:
-        resolve_model(DEFAULT_MODEL)
-    except StartupError as error:
-        pytest.skip(str(error))
-    terminal = Terminal(*WITHOUT_MODEL, open_files=256)
-    try:
-        terminal.until("ready after")
-        assert "may open 256 files (ulimit -Hn): the server takes 64 connections" in " ".join(terminal.screen.split())
-        with ThreadPoolExecutor(256) as clients:
-            assert Counter(clients.map(lambda _: ask(terminal), range(256))) == {200: 256}
-    finally:
-        terminal.close()
+    words = " ".join(terminal.screen.split())
+    assert f"may open {OPEN_FILES} files (ulimit -Hn): the server takes {CONNECTIONS} connections" in words
+    num_clients = 4 * CONNECTIONS
+    with ThreadPoolExecutor(num_clients) as clients:
+        assert Counter(clients.map(lambda _: ask(terminal), range(num_clients))) == {200: num_clients}
 
 
 @pytest.mark.slow
@@ -314,10 +306,14 @@ def test_a_raylet_that_dies_while_the_cluster_starts_ends_it(terminal: Terminal)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("terminal", [("--restart", *WITHOUT_MODEL)], indirect=True)
+@pytest.mark.parametrize(
+    "terminal", [(("--restart", *WITHOUT_MODEL), OPEN_FILES)], indirect=True, ids=["with few open files"]
+)
 def test_it_shows_warnings_and_starts_again_when_ray_dies(terminal: Terminal) -> None:
-    """A worker's death is a line, that of Ray's control store the end of all, with a reason; then all begins again."""
+    """A worker's death is a line, that of Ray's control store the end of all, with a reason; then all begins again. Few
+    open files change none of that."""
     terminal.until("ready after")
+    assert_few_open_files_cost_connections_and_no_answer(terminal)
     assert any(re.match("raydix-(decode|mixed)-", path.name) for path in terminal.log_files())
     the_process(terminal, "ray::(Decode|Mixed)Worker").kill()
     lost = r"WARNING kv_cache_manager \d+: lost (decode|mixed)"

@@ -15,7 +15,7 @@ import pytest
 from raydix.engine.core.hashing import preferred
 from raydix.engine.model.sources import DEFAULT_MODEL, NULL
 from tests.integration.cluster import Cluster, Pace, paced
-from tests.integration.conftest import MODEL, Server, eventually, random_prompt
+from tests.integration.conftest import MODEL, WAIT_S, Server, eventually, random_prompt
 
 NUM_BLOCKS = 600
 CONFIG = {
@@ -86,7 +86,7 @@ class Placing(Server):
         return report
 
     def _post(self, path: str, body: dict[str, Any], extra: dict[str, str]) -> dict[str, Any]:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=WAIT_S)
         try:
             connection.request("POST", path, json.dumps(body), {**self.headers, **extra})
             response = connection.getresponse()
@@ -101,7 +101,7 @@ class Placing(Server):
 @pytest.fixture(scope="module")
 def placing(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Placing]:
     running = Placing("127.0.0.1", cluster.serve(CONFIG).server.port)
-    eventually(running.has_all_workers, "all workers", 120)
+    eventually(running.has_all_workers, "all workers")
     with paced(running, tmp_path_factory.mktemp("pace") / "gate", PACE):
         yield running
 

@@ -12,7 +12,7 @@ import pytest
 
 from raydix.engine.core.tenants import key_hash
 from tests.integration.cluster import Cluster
-from tests.integration.conftest import MODEL, Server, random_prompt
+from tests.integration.conftest import MODEL, WAIT_S, Server, random_prompt
 from tests.integration.test_examples import run_example
 
 PUBLIC = "You are the help desk of a public library. Answer questions about opening hours, loans and fees. " * 3
@@ -101,11 +101,11 @@ def test_health_and_version_need_no_key(alice: Server) -> None:
 
 
 def test_openai_s_client_sends_its_key(alice: Server) -> None:
-    with openai.OpenAI(base_url=f"{alice.url}/v1", api_key="rdx-alice", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{alice.url}/v1", api_key="rdx-alice", max_retries=0, timeout=WAIT_S) as client:
         assert [model.id for model in client.models.list().data] == [MODEL]
         assert client.completions.create(model=MODEL, prompt="Hi", max_tokens=1).usage
     with (
-        openai.OpenAI(base_url=f"{alice.url}/v1", api_key="wrong", max_retries=0, timeout=60) as client,
+        openai.OpenAI(base_url=f"{alice.url}/v1", api_key="wrong", max_retries=0, timeout=WAIT_S) as client,
         pytest.raises(openai.AuthenticationError, match="API key is not valid"),
     ):
         client.models.list()

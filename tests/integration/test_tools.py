@@ -2,11 +2,13 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import BadRequestError, OpenAI
 
+from tests.integration.cluster import paced
 from tests.integration.conftest import MODEL, Server, eventually
 from tests.integration.test_faults import is_replaced, num_attempts
 
@@ -134,7 +136,7 @@ def test_answers_with_tools_have_the_same_bits_cold_warm_and_among_others(client
     assert cold == warm == {number: among[number] for number in cold}
 
 
-def test_a_call_goes_on_after_the_death_of_the_decode_worker(server: Server, client: OpenAI) -> None:
+def test_a_call_goes_on_after_the_death_of_the_decode_worker(server: Server, client: OpenAI, tmp_path: Path) -> None:
     number = {"type": "integer", "minimum": 100_000, "maximum": 999_999}
     numbers = {"type": "array", "items": number, "minItems": 12, "maxItems": 12}
     parameters = {"type": "object", "properties": {"numbers": numbers}, "required": ["numbers"]}
@@ -145,14 +147,15 @@ def test_a_call_goes_on_after_the_death_of_the_decode_worker(server: Server, cli
     [call] = whole.message.tool_calls
 
     worker = server.workers()["decode"]
-    name, arguments, is_killed = "", "", False
-    for chunk in ask(client, **fields, stream=True, extra_body={"cache_salt": "killed"}):
-        for part in chunk.choices[0].delta.tool_calls or ():
-            name += part.function.name or ""
-            arguments += part.function.arguments or ""
-        if len(arguments) > 20 and not is_killed:
-            server.kill(worker)
-            is_killed = True
+    name, arguments, gate = "", "", tmp_path / "gate"
+    with paced(server, gate):
+        for chunk in ask(client, **fields, stream=True, extra_body={"cache_salt": "killed"}):
+            for part in chunk.choices[0].delta.tool_calls or ():
+                name += part.function.name or ""
+                arguments += part.function.arguments or ""
+            if len(arguments) > 20 and gate.exists():
+                server.kill(worker)
+                gate.unlink()
     assert (name, arguments) == ("add", call.function.arguments)
     assert len(json.loads(arguments)["numbers"]) == 12
     eventually(lambda: is_replaced(server, worker), "the decode worker is back")

@@ -9,7 +9,7 @@ from ray import serve
 from raydix.cli.cluster import APP_NAME
 from raydix.engine.api.generate import GenerateRequest
 from raydix.engine.core.errors import AnswerNotFoundError
-from tests.integration.conftest import MODEL, Server, eventually
+from tests.integration.conftest import MODEL, WAIT_S, Server, eventually
 from tests.integration.test_chats import BLOCK_SIZE, Messages, chat, spelled, text_of, tokenizer
 
 TURN = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -165,13 +165,13 @@ def test_streams_and_the_handle_share_what_they_were_told(server: Server) -> Non
         {"role": "assistant", "content": "".join(delta.get("content", "") for delta in deltas), "id": deltas[-1]["id"]}
     )
     third = handle.generate.remote(request_of(ask(messages, "And back."), max_tokens=2, return_token_ids=True)).result(
-        timeout_s=60
+        timeout_s=WAIT_S
     )
     assert list(third.prompt_token_ids[: len(sent)]) == sent
     assert third.message_id is None
     unknown = [messages[0], messages[1] | {"id": "raydix-unknown"}, messages[2]]
     with pytest.raises(AnswerNotFoundError, match="continue_from_missing"):
-        handle.generate.remote(request_of(unknown, max_tokens=2)).result(timeout_s=60)
+        handle.generate.remote(request_of(unknown, max_tokens=2)).result(timeout_s=WAIT_S)
 
 
 def test_the_next_turn_hits_though_its_text_has_other_ids(server: Server) -> None:

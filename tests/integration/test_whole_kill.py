@@ -74,7 +74,7 @@ def test_everything_on_disk_goes_on_after_a_kill(tmp_path: Path) -> None:
         assert repeated.usage is not None and expected.usage is not None
         assert repeated.usage.input_tokens == expected.usage.input_tokens
 
-        batch = ended(api, batch.id, 300)
+        batch = ended(api, batch.id)
         assert (batch.status, batch.request_counts.completed) == ("completed", NUM_LINES)
         output = lines_in(api, batch.output_file_id)
         assert [each["custom_id"] for each in output] == [*map(str, range(NUM_LINES))]

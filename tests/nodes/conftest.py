@@ -15,8 +15,8 @@ from benchmarks.machine import describe
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from tests.chaos.harness import NUM_STREAMS, Load
-from tests.integration.conftest import Server, eventually, random_prompt
-from tests.integration.test_serve_cli import READY_S, Terminal, terminate
+from tests.integration.conftest import Server, random_prompt
+from tests.integration.test_serve_cli import Terminal, terminate
 from tests.nodes.deployment import FRONT, Deployment, wait_for_roles
 from tests.nodes.network import Network, obstacle
 
@@ -73,7 +73,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     file.write_text(yaml.safe_dump(config(labelled=False)))
     terminal = Terminal("--config", str(file))
     try:
-        eventually(lambda: terminal.shows("ready after"), "ready", 2 * READY_S)
+        terminal.until("ready after")
         server = Server("127.0.0.1", terminal.port)
         prompts = [random_prompt(9000 + index, 150 + 35 * index) for index in range(NUM_STREAMS)]
         answers = [server.complete(each, max_tokens=NUM_TOKENS)["choices"][0]["token_ids"] for each in prompts]

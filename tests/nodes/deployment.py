@@ -26,8 +26,6 @@ HTTP_PORT = 8000
 STORE_BYTES = 500 << 20
 FRONT = "front"
 """Name of the node of ingress and manager; the nodes of workers are labelled with the worker's role."""
-STARTED_S = 60
-READY_S = 240
 DRAINED_S = 120
 """Notice that a node gets before it is to be empty."""
 BIN = Path(sys.executable).parent
@@ -123,7 +121,7 @@ class Deployment:
         log, ray = self.folder / f"{machine.address}.log", self.folder / f"{machine.address}-ray"
         ray.mkdir()
         raylet = machine.start(command, log=log, ray=ray, environment=self.environment)
-        eventually(lambda: b"Ray runtime started" in log.read_bytes(), f"Ray runs on {machine.address}", STARTED_S)
+        eventually(lambda: b"Ray runtime started" in log.read_bytes(), f"Ray runs on {machine.address}")
         node = self.nodes[name or label] = Node(machine, raylet, ray)
         return node
 
@@ -133,7 +131,7 @@ class Deployment:
         file = self.folder / "raydix.yaml"
         file.write_text(yaml.safe_dump({**config, "http": {"host": "0.0.0.0", "port": HTTP_PORT}}))
         self._on_head("raydix", "deploy", "--config", str(file), self.gcs)
-        eventually(lambda: self.server.request("GET", "/health", timeout=5)[0] == 200, "healthy", READY_S)
+        eventually(lambda: self.server.request("GET", "/health", timeout=5)[0] == 200, "healthy")
 
     def parts(self) -> dict[str, dict[int, str]]:
         """The replicas and actors by node and process, but for the manager's standby, which comes later than these."""
@@ -168,12 +166,12 @@ class Deployment:
         assert status == 0, log.read_text()[-4000:]
 
 
-def wait_for_roles(deployment: Deployment, *roles: str, timeout_s: float = READY_S) -> float:
+def wait_for_roles(deployment: Deployment, *roles: str) -> float:
     """Seconds until exactly these workers are registered, one of each role named."""
     started = time.monotonic()
 
     def are_there() -> bool:
         return sorted(worker["role"] for worker in deployment.workers()) == sorted(roles)
 
-    eventually(are_there, f"workers: {', '.join(roles)}", timeout_s)
+    eventually(are_there, f"workers: {', '.join(roles)}")
     return time.monotonic() - started

@@ -65,7 +65,7 @@ def serving(machine: Machine, folder: Path, size: int) -> None:
     ray = folder / "ray"
     ray.mkdir()
     machine.start([sys.executable, "-c", SERVE, str(content)], log=folder / "log", ray=ray, environment=os.environ)
-    eventually(lambda: fetched(machine.address, 1.0)[0] == size, "the machine is reached", 20)
+    eventually(lambda: fetched(machine.address, 1.0)[0] == size, "the machine is reached")
 
 
 def test_a_cut_link_carries_nothing_and_a_mended_one_does(network: Network, tmp_path: Path) -> None:
@@ -111,8 +111,8 @@ def test_an_interrupted_run_leaves_nothing(how: signal.Signals, tmp_path: Path) 
     pids = eventually(lambda: subprocess.getoutput(f"ip netns pids {name}-11").split(), "its process")
     tests.send_signal(how)
     tests.wait()
-    eventually(lambda: not remains(name), "everything is removed", 20)
-    eventually(lambda: not any(is_alive(int(pid)) for pid in pids), "its process has ended", 20)
+    eventually(lambda: not remains(name), "everything is removed")
+    eventually(lambda: not any(is_alive(int(pid)) for pid in pids), "its process has ended")
     assert name not in Path("/proc/mounts").read_text()
     tests.stdin.close()
     tests.stdout.close()
