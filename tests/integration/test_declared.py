@@ -70,10 +70,27 @@ class Head(Marked):
         command += [f"--{name}={port}" for name, port in ports.items()]
         environment = {**self.environment, **SERVE_SWITCHES, **own_places(folder), "PYTHONPATH": str(Path.cwd())}
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._token, "RAY_preallocate_plasma_memory": "0"}
-        self._log = folder / "ray.log"
+        self._command, self._environment, self._log = command, environment, folder / "ray.log"
+        self.process = self._start()
+        try:
+            eventually(self._answers, "the dashboard answers")
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self) -> "subprocess.Popen[bytes]":
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        eventually(lambda: self.dashboards("GET")[0] == 200, "the dashboard answers")
+            return subprocess.Popen(
+                self._command, env=self._environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _answers(self) -> bool:
+        if self.process.poll() is not None:
+            # Ray itself gives up after 30 s, which no setting changes, on a machine with other work.
+            said = self._log.read_text()
+            assert "timed out during startup" in said, said
+            self.process = self._start()
+        return self.dashboards("GET")[0] == 200
 
     @property
     def server(self) -> Server:
