@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ray.exceptions import RayError
 
 from raydix.engine.core.costs import WorkerCosts
-from raydix.engine.core.types import AttemptName, BlockHash, EvictionReason, ProcessName, Role, SegmentHeader
+from raydix.engine.core.types import Adapter, AttemptName, BlockHash, EvictionReason, ProcessName, Role, SegmentHeader
 
 INGRESS_SILENCE_S = 10.0
 """Silence after which an ingress replica counts as gone, and its requests are given up everywhere."""
@@ -77,6 +77,8 @@ class Registration:
     attempts: frozenset[AttemptName] = frozenset()
     """Attempts under way at the worker."""
     process: ProcessName | None = None
+    adapters: tuple[Adapter, ...] = ()
+    """Adapters that were loaded at run time and are in the worker's memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ from raydix.engine.core.objectives import Late, Objectives
 from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import (
+    Adapter,
+    AdapterReport,
     Admission,
     AdmitRequest,
     Assignment,
@@ -122,6 +124,12 @@ class WorkerClient(ActorClient):
     def reset_cache(self, number: int) -> Awaitable[int]:
         return _sent(self.handle.reset_cache.remote(number))
 
+    def load_adapter(self, adapter: Adapter) -> Awaitable[str | None]:
+        return _sent(self.handle.load_adapter.remote(adapter))
+
+    def unload_adapter(self, adapter: Adapter) -> Awaitable[bool]:
+        return _sent(self.handle.unload_adapter.remote(adapter))
+
 
 class ManagerClient(ActorClient):
     """One incarnation of the manager (`raydix.actors.manager.kv_cache_manager.KVCacheManager`)."""
@@ -156,8 +164,19 @@ class ManagerClient(ActorClient):
     def wanted_workers(self) -> Awaitable[Wanted | None]:
         return _sent(self.handle.wanted_workers.remote())
 
-    def workers(self, ingress_id: str, active: Sequence[str], process: ProcessName) -> Awaitable[Membership]:
-        return _sent(self.handle.workers.remote(ingress_id, active, process))
+    def workers(
+        self, ingress_id: str, active: Sequence[str], process: ProcessName, adapters: AdapterReport
+    ) -> Awaitable[Membership]:
+        return _sent(self.handle.workers.remote(ingress_id, active, process, adapters))
+
+    def adapters(self) -> Awaitable[tuple[Adapter, ...] | None]:
+        return _sent(self.handle.adapters.remote())
+
+    def load_adapter(self, adapter: Adapter, limit: int, *, in_place: bool) -> Awaitable[str | None]:
+        return _sent(self.handle.load_adapter.remote(adapter, limit, in_place))
+
+    def unload_adapter(self, name: str) -> Awaitable[bool]:
+        return _sent(self.handle.unload_adapter.remote(name))
 
     def admit(self, requests: Sequence[AdmitRequest]) -> Awaitable[list[Admission | Late | Paused | None]]:
         return _sent(self.handle.admit.remote(requests))

@@ -72,6 +72,18 @@ class ModelSection(Section):
         description="Folders of adapters (LoRA, as PEFT writes them) by the names that a request's `model` gives them. "
         "Every node needs the folders.",
     )
+    adapter_folders: Annotated[tuple[FolderName, ...], Effect.INGRESS] = Field(
+        default=(),
+        description="Folders below which /v1/load_lora_adapter finds adapters while the server runs; without any the "
+        "route is refused. Every node needs them.",
+    )
+    max_loaded_adapters: Annotated[int, Effect.INGRESS] = Field(
+        default=16,
+        ge=1,
+        le=10_000,
+        description="Adapters that are loaded at a time by /v1/load_lora_adapter, beside those of `adapters`. Each is "
+        "in the memory of every worker.",
+    )
     tool_parser: Annotated[Literal["hermes", "llama3", "mistral", "pythonic"] | None, Effect.INGRESS] = Field(
         default=None,
         description="Format in which the model writes calls of tools; by default the one that its chat template has.",

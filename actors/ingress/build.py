@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from raydix.actors.ingress.adapters import AdapterLimits, AdapterOperations
 from raydix.actors.ingress.batches import ROUTES, Batches, BatchSettings
 from raydix.actors.ingress.cache_control import CacheOperations
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
@@ -28,7 +29,7 @@ from raydix.engine.core.ingress.parsers import TOOL_FORMATS, ToolFormat
 from raydix.engine.core.ingress.room import Room
 from raydix.engine.core.settings import GIB
 from raydix.engine.core.types import Adapter, DraftSource, Pooling
-from raydix.engine.model.adapters import identify_adapters
+from raydix.engine.model.adapters import identify_adapter, identify_adapters
 from raydix.engine.model.chats import reasoning_format, tool_format
 from raydix.engine.model.identity import ModelIdentity, identify
 from raydix.engine.model.sources import cache_folder, model_name
@@ -83,7 +84,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
     room = Room(replica_limits(config).max_requests, all_tenants)
     # One process has one name: workers and the manager never take a new process for one that they follow.
     ingress_id = f"{replica_id}-{secrets.token_hex(4)}"
-    dispatcher = _dispatcher(config, model.identity, manager, metrics, name=ingress_id, runtime=runtime)
+    dispatcher = _dispatcher(config, model.identity, manager, metrics, models, name=ingress_id, runtime=runtime)
 
     # All names of kept answers hash the model, so that ids of another model's tokens are never found.
     answers, root = ManagerAnswers(manager), root_hash(model.identity.fingerprint)
@@ -97,6 +98,12 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
         models=models,
         tenants=all_tenants,
         cache=CacheOperations(manager, model.tokenizer.decode, records),
+        adapters=AdapterOperations(
+            manager,
+            models,
+            AdapterLimits(config.model.adapter_folders, config.model.max_loaded_adapters),
+            partial(identify_adapter, config=model.identity.config),
+        ),
         tokenization=Tokenization(reader, room, models, _description(model) if config.http.tokenizer_info else None),
         room=room,
         reader=reader,
@@ -184,6 +191,7 @@ def _dispatcher(
     identity: ModelIdentity,
     manager: ManagerLink,
     metrics: IngressMetrics,
+    models: ServedModels,
     *,
     name: str,
     runtime: Runtime,
@@ -194,6 +202,7 @@ def _dispatcher(
         manager=manager,
         model=_model_facts(config, identity),
         on_failover=metrics.failed_over,
+        adapters=models,
     )
 
 

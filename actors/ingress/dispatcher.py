@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
@@ -49,7 +50,16 @@ from raydix.engine.core.ingress.instructions import (
     WorkerSilent,
 )
 from raydix.engine.core.log_fields import about
-from raydix.engine.core.types import AdmitRequest, AttemptName, BlockHash, Paused, TokenEvent, WorkerInfo
+from raydix.engine.core.types import (
+    Adapter,
+    AdapterReport,
+    AdmitRequest,
+    AttemptName,
+    BlockHash,
+    Paused,
+    TokenEvent,
+    WorkerInfo,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +74,28 @@ SUBMIT_LOST_S = 2.0
 """Longest wait for the end of the token stream of a worker that did not take requests and is dead."""
 MEMBERSHIP_TIMEOUT_S = 2.0
 """A manager that has not listed its workers after so long is silent."""
+
+
+class AdapterTable(Protocol):
+    """The adapters that a replica's requests may name (`raydix.engine.serving.served_model.ServedModels`)."""
+
+    def take(self, loaded: Iterable[Adapter]) -> bool: ...
+
+    def report(self) -> AdapterReport: ...
+
+
+class NoAdapters:
+    """The table of a replica whose requests name no adapter, which takes note of what is loaded."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Adapter, ...] = ()
+
+    def take(self, loaded: Iterable[Adapter]) -> bool:
+        before, self._known = self._known, tuple(loaded)
+        return before != self._known
+
+    def report(self) -> AdapterReport:
+        return AdapterReport(self._known)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +117,9 @@ class Dispatcher:
         model: ModelFacts,
         on_failover: Callable[[], None],
         timeouts: Timeouts | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
+        self._adapters = adapters or NoAdapters()
         self._ingress_id = ingress_id
         self._runtime = runtime
         self._manager = manager
@@ -303,10 +337,10 @@ class Dispatcher:
     async def _ask_workers(self, *, is_probe: bool = False) -> None:
         """Ask the manager for the workers; a silent manager only if `is_probe`."""
         ask = self._manager.probe if is_probe else self._manager.ask
-        active = self._dispatch.active
+        active, adapters, is_news = self._dispatch.active, self._adapters.report(), False
         try:
             membership = await ask(
-                lambda manager: manager.workers(self._ingress_id, active, self._process),
+                lambda manager: manager.workers(self._ingress_id, active, self._process, adapters),
                 timeout_s=MEMBERSHIP_TIMEOUT_S,
                 is_prompt=True,
             )
@@ -317,8 +351,12 @@ class Dispatcher:
             # A worker that the manager has dropped keeps its node while its stream is read: its last words lie there.
             self._nodes = {name: node for name, node in self._nodes.items() if name in self._followed} | nodes
             self._carry_out(self._dispatch.membership(membership, time.monotonic()))
+            is_news = membership.adapters is not None and self._adapters.take(membership.adapters)
         finally:
             self._asking.discard(is_probe)
+        if is_news:
+            # Told at once: whoever loads or unloads an adapter waits for the word of every replica.
+            await self._ask_workers(is_probe=is_probe)
 
     async def _start_worker(self) -> None:
         # A start takes long, and each request that waits asks again.

@@ -11,6 +11,7 @@ from contextlib import ExitStack, aclosing, asynccontextmanager, closing, contex
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
+from raydix.actors.ingress.adapters import AdapterOperations
 from raydix.actors.ingress.cache_control import CacheOperations
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
@@ -64,6 +65,7 @@ class FrontendParts:
     models: ServedModels
     tenants: Tenants
     cache: CacheOperations
+    adapters: AdapterOperations
     tokenization: Tokenization
     room: Room
     reader: RequestReader
@@ -86,6 +88,7 @@ class Frontend:
     def __init__(self, parts: FrontendParts) -> None:
         self.tenants = parts.tenants
         self.cache = parts.cache
+        self.adapters = parts.adapters
         self.tokenization = parts.tokenization
         self.accounting = parts.accounting
         self.requests = parts.requests

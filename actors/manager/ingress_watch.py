@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raydix.actors.calls import sleep
@@ -12,7 +12,7 @@ from raydix.actors.processes import ProcessWatch
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.signs_of_life import SignsOfLife
-from raydix.engine.core.types import ProcessName
+from raydix.engine.core.types import AdapterReport, ProcessName
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,8 @@ class _Replica:
     missing: set[str] = field(default_factory=set)
     """Requests that the last message did not name; requests missing from two messages in a row are over."""
     process: ProcessName | None = None
+    adapters: AdapterReport | None = None
+    """Its last report of adapters; None before the first one."""
 
 
 class IngressWatch:
@@ -38,16 +40,27 @@ class IngressWatch:
         self._signs = SignsOfLife()
         """Signs of the replicas in `_replicas`."""
 
-    def heard(self, ingress_id: str, active: Sequence[str], process: ProcessName | None) -> None:
-        """Take a replica's sign of life. `active`: its living requests."""
+    def heard(
+        self,
+        ingress_id: str,
+        active: Sequence[str],
+        process: ProcessName | None,
+        adapters: AdapterReport | None = None,
+    ) -> None:
+        """Take a replica's sign of life. `active`: its living requests; `adapters`: what it knows of adapters."""
         replica = self._replica(ingress_id)
         replica.process = process
+        replica.adapters = adapters
         self._signs.heard(ingress_id, time.monotonic())
 
         # Once is not enough: a request may be admitted while this message is under way.
         missing = replica.requests.difference(active)
         self._release(replica, missing & replica.missing)
         replica.missing = missing & replica.requests
+
+    def adapter_reports(self) -> Mapping[str, AdapterReport | None]:
+        """The last report of adapters of each replica that is not silent; None before its first one."""
+        return {ingress_id: replica.adapters for ingress_id, replica in self._replicas.items()}
 
     def admitted(self, ingress_id: str, request_id: str) -> None:
         """Count a request as one of a replica."""

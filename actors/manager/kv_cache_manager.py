@@ -16,6 +16,7 @@ import os
 import time
 from array import array
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from raydix.actors.instruments import families_of
 from raydix.actors.logs import DEFAULTS, log_to_ray, set_level
@@ -24,6 +25,7 @@ from raydix.actors.manager.disk_tier import DiskTier
 from raydix.actors.manager.executor import Executor
 from raydix.actors.manager.ingress_watch import IngressWatch
 from raydix.actors.manager.load_watch import LoadWatch
+from raydix.actors.manager.loaded_adapters import LoadedAdapters
 from raydix.actors.manager.pool_resets import UNDER_WAY_S, PoolResets
 from raydix.actors.manager.succession import Succession
 from raydix.actors.manager.worker_watch import WorkerWatch
@@ -51,7 +53,17 @@ from raydix.engine.core.memory.response_store import Abandoned
 from raydix.engine.core.objectives import NO_OBJECTIVES, Late, Objectives
 from raydix.engine.core.shares import weights_of
 from raydix.engine.core.tenants import ANONYMOUS, Tenant
-from raydix.engine.core.types import Admission, AdmitRequest, Ended, FirstToken, Membership, Paused, ProcessName
+from raydix.engine.core.types import (
+    Adapter,
+    AdapterReport,
+    Admission,
+    AdmitRequest,
+    Ended,
+    FirstToken,
+    Membership,
+    Paused,
+    ProcessName,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +125,7 @@ class KVCacheManager:
         self._executor = Executor(self._directory, self._disk, self._background)
         self._workers = WorkerWatch(self._directory, self._executor, self._resets, processes)
         self._ingresses = IngressWatch(self._directory, self._executor, processes)
+        self._adapters = LoadedAdapters(self._executor, self._background, self._ingresses.adapter_reports)
         self._load = LoadWatch(self._directory, self._metrics, elastic)
         self.succession = Succession(self._directory, self._memory, self._executor, self._disk, self._background)
         self._is_started = False
@@ -169,7 +182,10 @@ class KVCacheManager:
         """Register a worker and begin to read its export stream; returns the reason of a refusal, or None."""
         if self.succession.is_retired:
             return "another manager has taken over"
-        return self._workers.register(registration, worker[0])
+        refusal = self._adapters.refusal(registration) or self._workers.register(registration, worker[0])
+        if refusal is None:
+            self._adapters.joined(registration)
+        return refusal
 
     async def heartbeat(self, worker_id: str, epoch: int, state: WorkerState) -> bool:
         """Record a worker's costs and room; returns False if the worker is not registered."""
@@ -190,14 +206,38 @@ class KVCacheManager:
         return self._load.wanted()
 
     async def workers(
-        self, ingress_id: str | None = None, active: Sequence[str] = (), process: ProcessName | None = None
+        self,
+        ingress_id: str | None = None,
+        active: Sequence[str] = (),
+        process: ProcessName | None = None,
+        adapters: AdapterReport | None = None,
     ) -> Membership:
-        """List the registered workers, and count the starting ones. The calls of an ingress replica show that the
-        replica is alive, and `active` its living requests; any other request of the replica has ended unreported."""
+        """List the registered workers, the loaded adapters, and count the starting workers. The calls of an ingress
+        replica show that the replica is alive, and `active` its living requests; any other request of the replica has
+        ended unreported. `adapters`: what the replica knows of adapters."""
         self.succession.check_not_retired()
         if ingress_id is not None:
-            self._ingresses.heard(ingress_id, active, process)
-        return self._workers.members(starts_on_demand=self._load.limits.least == 0)
+            self._ingresses.heard(ingress_id, active, process, adapters)
+        members = self._workers.members(starts_on_demand=self._load.limits.least == 0)
+        return replace(members, adapters=self._adapters.listed())
+
+    # Adapters
+
+    async def adapters(self) -> tuple[Adapter, ...] | None:
+        """The adapters that were loaded at run time; None while this manager may not have learnt of them yet."""
+        return self._adapters.listed()
+
+    async def load_adapter(self, adapter: Adapter, limit: int, in_place: bool) -> str | None:
+        """Load an adapter into every worker, and tell every ingress replica (`LoadedAdapters.load`); returns the reason
+        if that cannot be."""
+        self.succession.check_not_retired()
+        return await self._adapters.load(adapter, limit, in_place=in_place)
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Unload an adapter (`LoadedAdapters.unload`); returns when its requests have ended, False for an unknown
+        name."""
+        self.succession.check_not_retired()
+        return await self._adapters.unload(name)
 
     # Requests
 

@@ -16,6 +16,7 @@ from raydix.actors.rpc import Handle, ManagerClient
 from raydix.actors.runtime import Runtime
 from raydix.actors.worker.engine_thread import EngineThread
 from raydix.actors.worker.export_stream import ExportStream
+from raydix.actors.worker.loaded_adapters import LoadedAdapters
 from raydix.actors.worker.token_streams import TokenStreams
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.types import AttemptName, BlockHash, Role
@@ -51,6 +52,7 @@ class Registrar:
         thread: EngineThread,
         tokens: TokenStreams,
         exports: ExportStream,
+        adapters: LoadedAdapters,
         *,
         runtime: Runtime,
         own_handle: Callable[[], Handle],
@@ -62,6 +64,7 @@ class Registrar:
         self._thread = thread
         self._tokens = tokens
         self._exports = exports
+        self._adapters = adapters
         self._runtime = runtime
         self._own_handle = own_handle
         self._state = state
@@ -105,7 +108,10 @@ class Registrar:
 
     async def _register(self, manager: ManagerClient) -> bool:
         """Introduce this worker to a manager, which may refuse it; the reason is logged once."""
-        refusal = await manager.register(await self._introduce(), self._own_handle())
+        # Before the introduction: a worker is given requests of every adapter from its registration on.
+        refusal = await self._adapters.catch_up(await manager.adapters() or ())
+        if refusal is None:
+            refusal = await manager.register(await self._introduce(), self._own_handle())
         if refusal is not None and refusal != self.refused_for:
             logger.warning("the manager refuses this worker: %s", refusal, extra=about("refused", reason=refusal))
         self.refused_for = refusal
@@ -154,4 +160,5 @@ class Registrar:
             node=self._runtime.own_node(),
             attempts=attempts,
             process=own_process(self._runtime.own_node()),
+            adapters=self._adapters.all,
         )

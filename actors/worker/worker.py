@@ -31,6 +31,7 @@ from raydix.actors.processes import ProcessWatch
 from raydix.actors.runtime import Runtime, Words
 from raydix.actors.worker.engine_thread import EngineThread
 from raydix.actors.worker.export_stream import ExportStream
+from raydix.actors.worker.loaded_adapters import LoadedAdapters
 from raydix.actors.worker.measurements import Measurements, engine_statistics
 from raydix.actors.worker.registrar import Incarnation, Registrar
 from raydix.actors.worker.segment_import import import_segment
@@ -42,6 +43,7 @@ from raydix.engine.core.log_fields import about
 from raydix.engine.core.settings import EngineSettings, SchedulerLimits
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import (
+    Adapter,
     Assignment,
     AttemptName,
     BlockHash,
@@ -104,12 +106,14 @@ class Worker:
         self._tokens = TokenStreams()
         self._exports = ExportStream(self._measurements.exported)
         self._background = Background()
+        self._adapters = LoadedAdapters(self._engine, self._thread)
         self.registrar = Registrar(
             self._own,
             self._engine,
             self._thread,
             self._tokens,
             self._exports,
+            self._adapters,
             runtime=runtime,
             own_handle=lambda: runtime.handle_of(self),
             state=lambda: self._measurements.state(self._engine),
@@ -258,6 +262,16 @@ class Worker:
         num_blocks = await self._thread.ask(lambda engine: engine.reset_cache())
         self._exports.put(ExportItem(reset=number))
         return num_blocks
+
+    # Adapters
+
+    async def load_adapter(self, adapter: Adapter) -> str | None:
+        """Have an adapter in memory, while steps go on; returns the reason if this worker cannot."""
+        return await self._adapters.load(adapter)
+
+    async def unload_adapter(self, adapter: Adapter) -> bool:
+        """Free an adapter's memory; False while a request of this worker needs it."""
+        return await self._adapters.unload(adapter)
 
     async def statistics(self) -> dict[str, Any]:
         """Process id, sizes and counts of the worker, after a check of its scheduler's integrity."""

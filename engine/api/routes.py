@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, RootModel
 
+from raydix.engine.api.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from raydix.engine.api.anthropic.batches import MessageBatchRequest
 from raydix.engine.api.anthropic.errors import ANTHROPIC
 from raydix.engine.api.anthropic.requests import CountRequest, MessagesRequest, parse_count, parse_messages
@@ -540,6 +541,30 @@ MODEL = Route(
     "The served model, or the adapter of it, that has this name; 404 for another name.",
     response=Model,
     errors=(ModelNotFoundError,),
+)
+
+LOAD_ADAPTER = Route(
+    "POST",
+    "/v1/load_lora_adapter",
+    "load_lora_adapter",
+    "Load an adapter from a folder below `model.adapter_folders` into every worker, under a name for "
+    "requests; answers when all have it. For administrators.",
+    access=Access.ADMINISTRATORS,
+    body=LoadAdapterRequest,
+    response="text/plain",
+    errors=(*BODY, *MANAGER),
+)
+
+UNLOAD_ADAPTER = Route(
+    "POST",
+    "/v1/unload_lora_adapter",
+    "unload_lora_adapter",
+    "Unload an adapter that was loaded at run time: its name is gone at once, and the answer comes when its "
+    "requests have ended and its memory is free. For administrators.",
+    access=Access.ADMINISTRATORS,
+    body=UnloadAdapterRequest,
+    response="text/plain",
+    errors=(*BODY, NotFoundError, *MANAGER),
 )
 
 # Files and batches

@@ -200,6 +200,16 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterReport:
+    """The adapters that were loaded at run time, as an ingress replica knows them."""
+
+    known: tuple[Adapter, ...] = ()
+    """Adapters that its requests may name."""
+    in_use: frozenset[bytes] = frozenset()
+    """Digests of the adapters of its requests under way."""
+
+
+@dataclass(frozen=True, slots=True)
 class Salt:
     """Sharing domain of a sequence's KV; the ingress derives it from the tenant (`raydix.engine.core.tenants`) and the
     adapter."""
@@ -481,6 +491,8 @@ class Membership:
     """Registered workers that are about to stop: their requests are to go on elsewhere."""
     starts_on_demand: bool = False
     """True if there may be no worker while nobody asks: a request has one started."""
+    adapters: tuple[Adapter, ...] | None = None
+    """The adapters that were loaded at run time; None while the manager has not learnt of them yet."""
 
 
 class DraftUse(NamedTuple):

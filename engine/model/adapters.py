@@ -22,6 +22,8 @@ from raydix.engine.model.stored_tensors import StoredTensor, read_tensors, text_
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
+FILES = (CONFIG, WEIGHTS)
+"""Files of an adapter's folder."""
 DIGEST_BYTES = 16
 
 _PREFIX = "base_model.model."

@@ -227,6 +227,18 @@ class Engine:
             self.drafter.reset()
         return self.scheduler.reset()
 
+    def drop_adapter(self, digest: bytes, now: float) -> bool:
+        """Free the memory of an adapter that was loaded at run time; False while a request of it is left. Work that no
+        client waits for is given up."""
+        requests = [each for each in self.scheduler.requests() if _digest_of(each) == digest]
+        idle = {each.request_id for each in requests if each.assignment.is_idle}
+        self.abort(idle, now)
+        if any(each.request_id not in idle for each in requests):
+            return False
+        if self.adapters is not None:
+            self.adapters.drop(digest)
+        return True
+
     def hear_of_grammars(self, now: float) -> list[TokenEvent]:
         """Let requests go on whose grammar has been compiled since the last call; returns the ends of those whose
         grammar cannot be."""
@@ -438,6 +450,12 @@ class Engine:
         if isinstance(payload, np.ndarray):
             return ExportedSegment(replace(header, checksum=checksum(payload)), payload)
         return ExportedSegment(header, nothing, payload)
+
+
+def _digest_of(request: Request) -> bytes | None:
+    """Digest of the adapter that a request is computed with; None: the model alone."""
+    adapter = request.assignment.adapter
+    return None if adapter is None else adapter.digest
 
 
 def error_event(assignment: Assignment, position: int, detail: str) -> TokenEvent:

@@ -19,6 +19,7 @@ from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import FinishReason, TokenEvent, TokenLogprobs
 from raydix.engine.serving.chats import Chat
 from raydix.engine.serving.prompt_records import Diagnosis
+from raydix.engine.serving.served_model import AdapterUse
 
 MANY_LISTED = 128
 """Log-probabilities of a position above which they are most of an answer's memory."""
@@ -173,6 +174,8 @@ class Job:
     """The answer was or is generated elsewhere, too: this job is for a reader of its stream, and keeps nothing."""
     num_had_events: int = 0
     """Events of the stream that its reader has already."""
+    adapter_use: AdapterUse | None = None
+    """Hold on the request's adapter; None for the model alone."""
 
     @property
     def is_paused(self) -> bool:
@@ -205,7 +208,9 @@ class Job:
         return num_bytes + SHOWN_BYTES * max((a.generation.sampling.logprobs or 0 for a in self.answers), default=0)
 
     def close(self) -> None:
-        """Release the permits of answers that will never run."""
+        """Release the permits of answers that will never run, and the adapter."""
+        if self.adapter_use is not None:
+            self.adapter_use.release()
         for answer in self.answers:
             if answer.permit is not None:
                 answer.permit.release()

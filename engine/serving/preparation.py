@@ -242,10 +242,14 @@ class Preparation:
                     own = _request_id(spec, headers.name, unique)
                     origin = self._new_origin(own, self._fingerprint(adapter))
                     unique_id = f"{own}-{number}-{secrets.token_hex(4)}"
-                    answers = await self._choices.begin(replace(reading, spec=spec), tenant, origin, unique_id, adapter)
-                    _hand_out([permits.pop()], answers)
-                    head = self._head(spec, origin, adapter)
-                    jobs.append(Job(f"{own}-{number}", spec, tenant, head, answers, arrived_at))
+                    with self._models.use(adapter) as use:
+                        answers = await self._choices.begin(
+                            replace(reading, spec=spec), tenant, origin, unique_id, adapter
+                        )
+                        _hand_out([permits.pop()], answers)
+                        head = self._head(spec, origin, adapter)
+                        name = f"{own}-{number}"
+                        jobs.append(Job(name, spec, tenant, head, answers, arrived_at, adapter_use=use))
             except BaseException:
                 for job in jobs:
                     job.close()
@@ -315,7 +319,8 @@ class Preparation:
         request_id, origin = self._named(spec, headers.name, start, origin, new_origin)
         # A line with a thousand inputs leaves room for the other lines of the batch.
         most = min(room.most(tenant), room.max_requests // LINES_AT_ONCE) if is_line else room.most(tenant)
-        with room.reserve(_num_permits(spec, most), tenant) as permits:
+        # Nothing is awaited since the adapter was looked up: it is held from there to the request's end.
+        with room.reserve(_num_permits(spec, most), tenant) as permits, self._models.use(adapter) as use:
             job = Job(
                 request_id=request_id,
                 spec=spec,
@@ -328,6 +333,7 @@ class Preparation:
                 marked_tokens=reading.marked_tokens,
                 edits=reading.edits,
                 unread=reading.unread,
+                adapter_use=use,
             )
             if start is not None:
                 start.give_ids(job, origin)

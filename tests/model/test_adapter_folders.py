@@ -136,6 +136,23 @@ def test_a_request_gets_the_weights_that_were_named_or_none(config: ModelConfig,
     store.require(Adapter("another name", "anywhere", second.digest))
 
 
+def test_only_the_named_weights_are_added(config: ModelConfig, tmp_path: Path) -> None:
+    """What one process names is loaded by all, or by none."""
+    store = AdapterStore(Decoder(config, RandomTensors(config, 1), torch.float32))
+    write_adapter(tmp_path / "a", config, 1)
+    named = identify_adapter("sql", str(tmp_path / "a"), config)
+    write_adapter(tmp_path / "a", config, 2)
+    with pytest.raises(StartupError, match=r"adapter sql: .* has other weights here than elsewhere"):
+        store.add(named)
+    assert named.digest not in store
+    with pytest.raises(StartupError, match=r"adapter gone: .* is not an adapter's folder"):
+        store.add(Adapter("gone", str(tmp_path / "gone"), b"g" * 16))
+    kept = store.load("sql", str(tmp_path / "a"))
+    store.add(kept)
+    store.drop(kept.digest)
+    store.require(kept)
+
+
 def test_numbers_that_are_none_are_refused(config: ModelConfig, tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", config, 1)
     tensors = load_file(tmp_path / "a" / WEIGHTS)

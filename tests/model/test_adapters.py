@@ -1,5 +1,6 @@
 """Rows with an adapter are what PEFT makes of them, and the same bits whatever happened around their request."""
 
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from raydix.engine.core.types import Adapter, Assignment, Stage, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.model.adapter_store import AdapterStore
+from raydix.engine.model.adapters import identify_adapter
 from raydix.engine.model.build import make_pool, make_runner
 from raydix.engine.model.decoder import Decoder, ForwardBatch
 from raydix.engine.model.engine import Engine, ExportedSegment
@@ -244,3 +246,60 @@ def test_a_request_whose_adapter_is_missing_is_not_taken(tmp_path: Path) -> None
     with pytest.raises(LookupError, match="elsewhere"):
         engine.submit(ask("ours", Adapter("elsewhere", "/elsewhere", b"e" * 16)), 0.0)
     assert run(engine, [ask("none", None)])["none"], "and others go on"
+
+
+def test_an_adapter_comes_and_goes_while_others_run(tmp_path: Path) -> None:
+    """Loading and freeing one changes no bit of another, and the KV of one that comes again is hit."""
+    machine = Machine("llama 3", tmp_path, 1)
+    [resident] = machine.adapters
+    write_adapter(tmp_path / "late", machine.decoder.config, 7, rank=5, targets=EVERY)
+    late = identify_adapter("late", str(tmp_path / "late"), machine.decoder.config)
+    asked = {"resident": ask("resident", resident), "late": ask("late", late)}
+    machine.store.add(late)
+    cold = {name: run(machine.engine(), [each])[name] for name, each in asked.items()}
+    machine.store.drop(late.digest)
+    assert late.digest not in machine.store
+    num_loras = num_alive(Lora)
+
+    engine, outputs = machine.engine(budget=24), dict[str, Output]()
+
+    def step() -> bool:
+        done = engine.step(0.0)
+        for event in () if done is None else done.events:
+            outputs.setdefault(event.request_id, []).append((event.token_id, event.logprobs))  # type: ignore[arg-type]
+        return done is not None
+
+    engine.submit(asked["resident"], 0.0)
+    step()
+    machine.store.add(late)
+    engine.submit(asked["late"], 0.0)
+    while step():
+        is_left = engine.scheduler.get("late") is not None
+        assert engine.drop_adapter(late.digest, 0.0) is not is_left
+    assert outputs == cold
+    assert late.digest not in machine.store and num_alive(Lora) == num_loras, "its memory is free"
+    assert engine.drop_adapter(resident.digest, 0.0) and resident.digest in machine.store, "it is configured"
+    with pytest.raises(LookupError, match="late"):
+        engine.submit(asked["late"], 0.0)
+
+    machine.store.add(late)
+    assert run(engine, [asked["late"]])["late"] == cold["late"]
+
+
+def num_alive(kind: type) -> int:
+    """Objects of a class that something still refers to."""
+    gc.collect()
+    return sum(type(each) is kind for each in gc.get_objects())
+
+
+def test_work_that_nobody_waits_for_holds_no_adapter(tmp_path: Path) -> None:
+    machine = Machine("llama 3", tmp_path, 0)
+    write_adapter(tmp_path / "late", machine.decoder.config, 7, targets=EVERY)
+    late = identify_adapter("late", str(tmp_path / "late"), machine.decoder.config)
+    machine.store.add(late)
+    engine = machine.engine(budget=24)
+    idle = ask("idle", late)
+    engine.submit(replace(idle, is_idle=True, sampling=replace(idle.sampling, max_tokens=0)), 0.0)
+    assert engine.drop_adapter(late.digest, 0.0) and late.digest not in machine.store
+    assert engine.step(0.0) is None
+    engine.scheduler.check_integrity()

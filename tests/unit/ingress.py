@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from starlette.types import ASGIApp
 
+from raydix.actors.ingress.adapters import AdapterLimits, AdapterOperations
 from raydix.actors.ingress.cache_control import CacheOperations
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
@@ -28,7 +29,7 @@ from raydix.engine.api.spec import GenerationSpec, Prompt
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
 from raydix.engine.core.answers.transcripts import EncodedText
 from raydix.engine.core.doctor import Miss
-from raydix.engine.core.errors import ServiceError
+from raydix.engine.core.errors import ServiceError, StartupError
 from raydix.engine.core.hashing import root_hash
 from raydix.engine.core.ingress.answer_room import AnswerRoom
 from raydix.engine.core.ingress.generation import Generation
@@ -388,6 +389,18 @@ class Ledger:
         self.refusals.append((route, status, code))
 
 
+NO_LIMITS = AdapterLimits()
+
+
+def identify(name: str, folder: str) -> Adapter:
+    """An adapter whose weights are what its folder's file says. Raises StartupError where there is none."""
+    try:
+        weights = (Path(folder) / "adapter_model.safetensors").read_bytes()
+    except OSError:
+        raise StartupError(f"{folder} is not an adapter's folder") from None
+    return Adapter(name, folder, weights[:16].ljust(16))
+
+
 class Replica:
     """All parts of an ingress replica behind HTTP. Each reading of the clock is a second later."""
 
@@ -404,6 +417,8 @@ class Replica:
         has_reasoning: bool = False,
         description: Mapping[str, object] | None = None,
         adapters: Sequence[Adapter] = (),
+        adapter_limits: AdapterLimits = NO_LIMITS,
+        manager: ManagerLink | None = None,
     ) -> None:
         tokenizer = LetterTokenizer(has_table=has_table)
         self._now = 0.0
@@ -411,7 +426,7 @@ class Replica:
         self.reader = FakeReader(tokenizer)
         self.answer_room = AnswerRoom(64 << 20)
         self.dispatcher = FakeDispatcher()
-        self.manager = FakeLink()
+        self.manager = FakeLink() if manager is None else manager
         self.ledger = Ledger()
         self.records = PromptRecords(tokenizer.decode)
         vocabulary = Vocabulary(tokenizer)
@@ -428,7 +443,7 @@ class Replica:
         conversations = KeptConversations(ManagerAnswers(self.manager), b"root", self.chats.shown)
         model = ServedModel(MODEL, max_model_len, VOCAB, HIDDEN, created=1)
         tenants = tenants or Tenants()
-        models = ServedModels(model, adapters, tenants)
+        models = self.models = ServedModels(model, adapters, tenants)
         facts = PreparationFacts(
             model=model,
             eos_token_ids=(END,),
@@ -466,6 +481,7 @@ class Replica:
         parts = FrontendParts(
             models=models,
             tenants=tenants,
+            adapters=AdapterOperations(self.manager, models, adapter_limits, identify),
             cache=CacheOperations(self.manager, tokenizer.decode, self.records),
             tokenization=Tokenization(self.reader, self.room, models, description),
             room=self.room,

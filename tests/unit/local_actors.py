@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError
 
 import raydix.actors.manager.worker_watch as worker_watch
 import raydix.actors.worker.registrar as registrar_module
-from raydix.actors.ingress.dispatcher import Dispatcher
+from raydix.actors.ingress.dispatcher import AdapterTable, Dispatcher
 from raydix.actors.ingress.manager_link import ManagerLink
 from raydix.actors.local import LocalHandle, LocalRuntime
 from raydix.actors.manager.kv_cache_manager import KVCacheManager
@@ -222,11 +222,12 @@ def make_dispatcher(
     ingress_id: str = "ingress",
     worker_silent_s: float = 30.0,
     on_failover: Callable[[], None] = lambda: None,
+    adapters: AdapterTable | None = None,
 ) -> Dispatcher:
     """The data plane of an ingress replica; each failover is told to `on_failover`."""
     model = ModelFacts(FINGERPRINT.rpartition("/")[0], BLOCK_SIZE, await_timeout_s=30.0)
     timeouts = Timeouts(retry_s=0.01, dispatch_s=5.0, worker_silent_s=worker_silent_s)
-    return Dispatcher(ingress_id, runtime, ManagerLink(runtime), model, on_failover, timeouts)
+    return Dispatcher(ingress_id, runtime, ManagerLink(runtime), model, on_failover, timeouts, adapters)
 
 
 async def answer_of(dispatcher: Dispatcher, request_id: str, prompt: tuple[int, ...], max_tokens: int) -> list[int]:

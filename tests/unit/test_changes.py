@@ -43,6 +43,7 @@ CHANGED: dict[str, Any] = {
     "model.pooling": "last",
     "model.volatile_lines": ["x-date:"],
     "model.adapters": {"sql": "/adapters/sql"},
+    "model.adapter_folders": ["/adapters"],
     "http.unknown_fields": "ignore",
     "cache.eviction": "lru",
     "slo.when_late": "refuse",
