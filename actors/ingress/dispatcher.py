@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -106,6 +106,59 @@ class _Delivery:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+class _Alarm:
+    """A timer for the earliest of the times at which `ring` is due; one at a time."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring = ring
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, due: float | None) -> None:
+        """Ring at a time of the monotonic clock, unless the alarm is set already; None: at none."""
+        # An alarm that is set rings no later than this: whoever is called looks for the next time then.
+        if self._timer is None and due is not None:
+            delay_s = max(0.0, due - time.monotonic())
+            self._timer = run_detached(asyncio.get_running_loop().call_later, delay_s, self._rings)
+
+    def _rings(self) -> None:
+        self._timer = None  # first: the call may set the next one
+        self._ring()
+
+
+class _QuietWorkers:
+    """Looks for reasons of the silence of workers: work, or a request that may have stopped them."""
+
+    def __init__(self, dispatch: Dispatch, runtime: Runtime, background: Background) -> None:
+        self._dispatch = dispatch
+        self._runtime = runtime
+        self._background = background
+        self._watch = ProcessWatch(runtime.own_node())
+        self.nodes: Mapping[str, str] = {}
+        """The node of each worker, as far as the manager has named it."""
+        self._asked: set[str] = set()
+        """Quiet workers of other nodes whose last words are being read."""
+
+    def look(self, now: float) -> None:
+        """Tell workers that answer nothing and compute from those that may be dead."""
+        for worker in self._dispatch.quiet_workers(now, PING_S):
+            if self._watch.computes(worker.process, now):
+                self._dispatch.computes(worker.worker_id, now)
+            # Words of another node are read by a call there, so once at a time for each worker.
+            if worker.worker_id not in self._asked:
+                self._asked.add(worker.worker_id)
+                self._background.start(self.hear_words(worker.worker_id, worker.epoch))
+
+    async def hear_words(self, worker_id: str, epoch: int, *, is_dead: bool = False) -> None:
+        """Read the last words of a worker that has died, or answers nothing: the requests that may have stopped it."""
+        try:
+            name, node = incarnation_name(worker_id, epoch), self.nodes.get(worker_id, self._runtime.own_node())
+            self._dispatch.last_words(worker_id, await self._runtime.named_requests(name, node, is_dead=is_dead))
+        except Exception:  # of any kind: without them requests go on as if nobody were to blame
+            logger.exception("the last words of %s not read", worker_id)
+        finally:
+            self._asked.discard(worker_id)
+
+
 class Dispatcher:
     """The data plane of one ingress replica."""
 
@@ -131,10 +184,6 @@ class Dispatcher:
         self._followed: dict[str, WorkerClient] = {}
         self._reading: dict[str, asyncio.Task[object]] = {}
         """The task that reads each followed worker's token stream."""
-        self._nodes: dict[str, str] = {}
-        """The node of each worker, as far as the manager has named it."""
-        self._asked_words: set[str] = set()
-        """Quiet workers of other nodes whose last words are being read."""
         self._asking: set[bool] = set()
         """The kinds of questions about workers that the manager has not answered yet: True for probes."""
         self._admits: list[AdmitRequest] = []
@@ -142,10 +191,10 @@ class Dispatcher:
         """Paused requests that are to ask again."""
         self._is_flush_due = False
         self._is_starting_worker = False
-        self._retry: asyncio.TimerHandle | None = None
+        self._retry = _Alarm(self._tick)
         self._background = Background()
         self._process = own_process(runtime.own_node())
-        self._watch = ProcessWatch(runtime.own_node())
+        self._quiet = _QuietWorkers(self._dispatch, runtime, self._background)
 
     def start(self) -> None:
         """Begin to tell workers that this ingress is alive. Needs a running event loop."""
@@ -210,7 +259,7 @@ class Dispatcher:
         # What one turn of the event loop gathers goes out as one call for each receiver.
         if self._admits or self._again or self._dispatch.has_unsent:
             self._flush_soon()
-        self._set_timer()
+        self._retry.set(self._dispatch.retry_at)
 
     def _carry_out_one(self, instruction: Instruction) -> None:
         match instruction:
@@ -293,18 +342,8 @@ class Dispatcher:
             names, self._again = self._again, []
             self._background.start(self._ask_again(names))
 
-    def _set_timer(self) -> None:
-        """Have `Dispatch.tick` called when a request is to be admitted again."""
-        if self._retry is not None:
-            return
-        due = self._dispatch.retry_at
-        if due is not None:
-            # One timer for the earliest retry; `_tick` sets the next one.
-            delay_s = max(0.0, due - time.monotonic())
-            self._retry = run_detached(asyncio.get_running_loop().call_later, delay_s, self._tick)
-
     def _tick(self) -> None:
-        self._retry = None
+        """Have requests admitted again that are due."""
         self._carry_out(self._dispatch.tick(time.monotonic()))
 
     # The manager
@@ -349,7 +388,9 @@ class Dispatcher:
         else:
             nodes = {each.worker_id: each.process.node for each in membership.workers if each.process is not None}
             # A worker that the manager has dropped keeps its node while its stream is read: its last words lie there.
-            self._nodes = {name: node for name, node in self._nodes.items() if name in self._followed} | nodes
+            self._quiet.nodes = {
+                each: node for each, node in self._quiet.nodes.items() if each in self._followed
+            } | nodes
             self._carry_out(self._dispatch.membership(membership, time.monotonic()))
             is_news = membership.adapters is not None and self._adapters.take(membership.adapters)
         finally:
@@ -380,26 +421,6 @@ class Dispatcher:
         except RayError:
             self._dispatch.not_settled(settle.ended)
 
-    def _look_at_quiet_workers(self, now: float) -> None:
-        """Tell workers that answer nothing and compute from those that may be dead."""
-        for worker in self._dispatch.quiet_workers(now, PING_S):
-            if self._watch.computes(worker.process, now):
-                self._dispatch.computes(worker.worker_id, now)
-            # Words of another node are read by a call there, so once at a time for each worker.
-            if worker.worker_id not in self._asked_words:
-                self._asked_words.add(worker.worker_id)
-                self._background.start(self._hear_words(worker.worker_id, worker.epoch))
-
-    async def _hear_words(self, worker_id: str, epoch: int, *, is_dead: bool = False) -> None:
-        """Read the last words of a worker that has died, or answers nothing: the requests that may have stopped it."""
-        try:
-            name, node = incarnation_name(worker_id, epoch), self._nodes.get(worker_id, self._runtime.own_node())
-            self._dispatch.last_words(worker_id, await self._runtime.named_requests(name, node, is_dead=is_dead))
-        except Exception:  # of any kind: without them requests go on as if nobody were to blame
-            logger.exception("the last words of %s not read", worker_id)
-        finally:
-            self._asked_words.discard(worker_id)
-
     async def _keep_alive(self) -> None:
         """Ping the workers and look for silent ones at a steady pace: nothing here waits for the manager, whose silence
         is not theirs."""
@@ -409,7 +430,7 @@ class Dispatcher:
             look = self._dispatch.keep_alive if is_ping else self._dispatch.leave_silent
             try:
                 now = time.monotonic()
-                self._look_at_quiet_workers(now)
+                self._quiet.look(now)
                 self._carry_out(look(now, late_s))
             except Exception:  # Without pings workers would give up all requests of this replica.
                 logger.exception("workers not told that this replica is alive")
@@ -444,7 +465,7 @@ class Dispatcher:
         except Exception as error:  # Whatever it was, this worker's requests must not stand still.
             reason, is_dead = type(error).__name__, _is_death(error)
         if is_dead:
-            await self._hear_words(worker_id, epoch, is_dead=True)
+            await self._quiet.hear_words(worker_id, epoch, is_dead=True)
         self._carry_out(self._dispatch.worker_lost(worker_id, epoch, reason, time.monotonic(), is_dead=is_dead))
 
     async def _ping(self, ping: Ping, client: WorkerClient) -> None:
