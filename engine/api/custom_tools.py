@@ -331,7 +331,8 @@ class _Expression:
         least = most = self._next("number")[1]
         if self._take(".."):
             most = self._next("number")[1]
-        if len(most) > 4 or int(least) > int(most):
+        # The lengths first: Python refuses to read a number of thousands of digits.
+        if max(len(least), len(most)) > 4 or int(least) > int(most):
             self._refuse_here()
         return f"{atom}{{{int(least)},{int(most)}}}"
 

@@ -106,6 +106,7 @@ def test_grammars_without_recursion_as_regular_expressions(lark: str, texts: lis
         ('start: "a" )', "at ')'"),
         ('start: ("a"', "the end of a rule"),
         ('start: "a"~3..2', "at"),
+        (f'start: "a"~{"9" * 5000}..3', "at"),
         ('start: %json {"type": "string"}', "cannot be read as Lark at '{"),
         ("start: §", "at '§'"),
         ("start: " + "(" * 200 + '"a"' + ")" * 200, "in each other"),
