@@ -105,12 +105,14 @@ class RotatedFile(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            # A lone surrogate, which JSON may hold, has no UTF-8: it is written as an escape.
             line = self.format(record).encode(errors="backslashreplace") + b"\n"
         except Exception:  # a wrong log call; logging says where it is
             self.handleError(record)
             return
         try:
             self._write(line)
+        # The next record opens the file anew, which may work by then.
         except OSError:
             self._close()
 
@@ -119,6 +121,7 @@ class RotatedFile(logging.Handler):
         super().close()
 
     def _write(self, line: bytes) -> None:
+        # A file has at least one record, however long: a record above the limit alone must not rotate for ever.
         if self._max_bytes and self._size and self._size + len(line) > self._max_bytes:
             self._rotate()
         if self._file is None:
@@ -126,6 +129,7 @@ class RotatedFile(logging.Handler):
             self._size = os.fstat(self._file).st_size
         num_written = os.write(self._file, line)
         if num_written < len(line):
+            # The part that was written is taken back, so that every line of the file is a record.
             os.ftruncate(self._file, self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += num_written
@@ -134,6 +138,7 @@ class RotatedFile(logging.Handler):
         self._close()
         names = [self.path, *(self.path.with_name(f"{self.path.name}.{n}") for n in range(1, self._num_backups + 1))]
         names[-1].unlink(missing_ok=True)
+        # From the oldest on: each name is free before the next younger file takes it.
         for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):
             if newer.exists():
                 newer.rename(older)
@@ -155,6 +160,7 @@ def log_to_ray(name: str, settings: LoggingSection = DEFAULTS, *, worker: str | 
     node: Any = _ray_node()
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     origin = LogOrigin(name, address, os.getpid(), worker, sees_text=name == "ingress")
+    # The process id keeps apart the files of several processes of one name, and of one that starts again.
     handler = RotatedFile(folder / f"raydix-{name}-{origin.pid}.log", node.max_bytes, node.backup_count)
     handler.setFormatter(JsonFormatter(origin) if settings.format == "json" else TextFormatter(origin))
     install(handler, settings.level)
@@ -192,6 +198,7 @@ def install(handler: logging.Handler, level: str) -> None:
     """Give raydix's loggers this handler, in place of an earlier one of the same kind."""
     for name in LOGGERS:
         logger = logging.getLogger(name)
+        # An actor class that is called twice in one process, as in tests, must not write every record twice.
         for other in [other for other in logger.handlers if type(other) is type(handler)]:
             logger.removeHandler(other)
             other.close()

@@ -72,12 +72,14 @@ def size_up(config: Config, model: ModelConfig, machine: Machine) -> Sizes:
         configured = int(config.cache.pool_gib * GIB) // block_bytes
     if configured is None:
         shares = {role: MOST_SHARE if role in on_cpu else 1.0 for role in rooms}
+        # A request may need every role, so the worker with the least room decides.
         most_len = min(_tokens(rooms[role] * shares[role], block_bytes, config.cache.block_size) for role in rooms)
     else:
         most_len = configured * config.cache.block_size
 
     wanted = config.model.max_model_len
     model_len(model, wanted)  # refuses more than the model's context
+    # Somebody who names a length wants that one; otherwise any useful one will do.
     least = wanted or min(LEAST_LEN, model.max_position)
     if most_len < least:
         raise StartupError(_refusal(config, model, machine, rooms=rooms, most_len=most_len, least=least))
@@ -85,6 +87,7 @@ def size_up(config: Config, model: ModelConfig, machine: Machine) -> Sizes:
 
     pool_gib = None
     if configured is None and on_cpu:
+        # Rounded up: a longest request fills a part of its last block.
         blocks = -(-max_model_len // config.cache.block_size)
         half = min(rooms[role] for role in on_cpu) * POOL_SHARE
         pool_gib = max(half, blocks * block_bytes / GIB)
@@ -138,6 +141,7 @@ def _room_gib(config: Config, section: WorkerSection, model: ModelConfig, machin
         return GPU_SHARE * share * min(machine.large_gpus_gib, default=0.0) - GPU_CONTEXT_GIB - own_gib
 
     free_gib = machine.memory_gib if machine.free_gib is None else machine.free_gib
+    # As many as may ever run: elastic workers start later, when nobody sizes up anew.
     num_workers = sum(each.numbers.most for each in sections)
     fixed_gib = SERVER_GIB + config.ingress.replicas * INGRESS_GIB + config.stored_gib + STORE_RESERVE_GIB
     worker_gib = WORKER_GIB + config.speculation.memory_mib / 1024
@@ -161,6 +165,7 @@ def _refusal(
             f"the configured KV pool holds {most_len} tokens, but one request may have {least}: raise cache.pool_gib "
             f"to {needed_gib:.2f}, or leave it out, or lower model.max_model_len"
         )
+    # The worker that lacks most: if it fits, the others do.
     role = min(rooms, key=lambda each: rooms[each])
     section = config.workers.sections[role]
     weights_gib = _weights_gib(config, section, model, machine)
@@ -182,6 +187,7 @@ def _ways_out(config: Config, model: ModelConfig, machine: Machine, most_len: in
         int8 = config.model_copy(update={"model": config.model.model_copy(update={"quantization": "int8"})})
         block_bytes = kv_block_bytes(model, config.cache.block_size, config.model.dtype)
         room = min(_room_gib(int8, section, model, machine) for section in int8.workers.sections.values())
+        # Computed and not guessed: a way out that is named must work.
         tokens = _tokens(MOST_SHARE * room, block_bytes, config.cache.block_size)
         if tokens >= least:
             ways.append(f"with model.quantization int8 requests of up to {min(tokens, model.max_position)} tokens fit")

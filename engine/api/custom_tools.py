@@ -161,10 +161,12 @@ class _Lark:
 
     def regex(self, name: str) -> str:
         """Return the regular expression of a rule."""
+        # Each rule is written once: a rule that two others use would be written again for each use of theirs.
         if name in self._known:
             return self._known[name]
         if name not in self._rules:
             self.refuse(f"has no rule '{name[:100]}'")
+        # A regular expression has no recursion, and the writing of one would not end.
         if name in self._open:
             self.refuse(f"has the rule '{name[:100]}' in itself; only grammars without recursion are supported here")
         self._open.append(name)
@@ -208,6 +210,7 @@ class _Lark:
     def _statement(self, tokens: list[_Token], at: int) -> int:
         """Take the rule or directive at a place; returns the place behind it."""
         kind, text = tokens[at]
+        # Lark has no sign for the end of a rule: it ends where the next rule or directive begins.
         end = next((each for each in range(at + 1, len(tokens)) if self._begins(tokens, each)), len(tokens))
         body = tokens[at + 1 : end]
         if (kind, text) == ("directive", "%import"):
@@ -215,6 +218,7 @@ class _Lark:
         elif kind == "directive":
             self.refuse(f"has '{text[:20]}', which is not supported here")
         elif self._begins(tokens, at):
+            # `?` and `!` say how Lark builds its tree, which nobody builds here.
             name = text.lstrip("?!")
             if name in self._rules or name in self._known:
                 self.refuse(f"has two rules '{name[:100]}'")
@@ -229,6 +233,7 @@ class _Lark:
         if tokens[at][0] == "directive":
             return True
         following = [text for _, text in tokens[at + 1 : at + 4]]
+        # `name:` or `name.2:`, a rule with a priority.
         is_defined = following[:1] == [":"] or (following[:1] == ["."] and following[2:] == [":"])
         return tokens[at][0] == "name" and is_defined
 
@@ -288,6 +293,7 @@ class _Expression:
             # Before they are joined: thousands of references to one long rule would come to gigabytes.
             num_chars += len(parts[-1])
             self._lark.require_length(num_chars)
+        # An alias names a node of the tree: it is read and left out.
         if self._take("->"):
             self._next("name")
         return "".join(parts)
@@ -297,6 +303,7 @@ class _Expression:
         if kind == "text":
             if self._take(".."):
                 return self._range(self._text(text), self._text(self._next("text")[1]))
+            # The characters of a text stand for themselves, also those that mean something in an expression.
             literal = _META.sub(r"\\\g<0>", self._text(text.removesuffix("i")))
             return f"(?i:{literal})" if text.endswith("i") else f"(?:{literal})"
         if kind == "regex":
@@ -308,6 +315,7 @@ class _Expression:
             inner = self._alternatives()
             if not self._take(")" if text == "(" else "]"):
                 self._refuse_here()
+            # Square brackets are Lark's other way to write `?`.
             return inner if text == "(" else f"{inner}?"
         self._at -= 1
         self._refuse_here()
@@ -350,6 +358,7 @@ class _Expression:
         return self._tokens[self._at - 1]
 
     def _take(self, mark: str) -> bool:
+        # Only a mark: a quoted text of the same characters is no sign of the grammar.
         is_next = self._at < len(self._tokens) and self._tokens[self._at] == ("mark", mark)
         self._at += is_next
         return is_next

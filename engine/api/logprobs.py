@@ -62,6 +62,7 @@ class TokenNames:
     def _of_chat(self, token_id: int, *, names_ids: bool) -> bytes:
         data = self._token_bytes(token_id)
         name = _name_of_id(token_id) if names_ids else data.decode("utf-8", "replace")
+        # Without the closing brace: the log-probability, which differs each time, is appended.
         return orjson.dumps({"token": name, "bytes": list(data)})[:-1] + b',"logprob":'
 
 
@@ -132,6 +133,7 @@ def _entries(
 
 def _numbers(logprobs: Sequence[float]) -> list[bytes]:
     """Log-probabilities as JSON has them; at least one."""
+    # One call for all numbers, of which there may be a hundred thousand, and not one call for each.
     return orjson.dumps([max(logprob, LOWEST) for logprob in logprobs])[1:-1].split(b",")
 
 
@@ -153,6 +155,7 @@ def prompt_logprobs(
             top = zip(at.top_ids[:num_top], at.top_logprobs[:num_top], strict=True)
             of_token: Json = {str(token_id): entry(token_id, at.chosen, at.rank)}
             for rank, (top_id, logprob) in enumerate(top, start=1):
+                # The token itself stands there with its own rank already, and may be among the likeliest.
                 of_token.setdefault(str(top_id), entry(top_id, logprob, rank))
             yield of_token
 
@@ -186,6 +189,7 @@ class CompletionLogprobsWriter:
         for token_id, at in zip(token_ids, logprobs, strict=True):
             tokens.append(self._name(token_id))
             chosen.append(None if at is None else max(at.chosen, LOWEST))
+            # Before the token: its own characters count for the next one.
             offsets.append(self._num_characters)
             self._advance(token_id)
 
@@ -229,6 +233,7 @@ class CompletionLogprobsWriter:
 
     def _advance(self, token_id: int) -> None:
         data = self._pending + self._token_bytes(token_id)
+        # Not final: bytes of a character that is not whole wait for the next token, and count with it.
         text, num_used = utf_8_decode(data, "replace", False)
         self._pending = data[num_used:]
         self._num_characters += len(text)

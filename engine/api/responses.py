@@ -58,6 +58,7 @@ class ResponseHead:
 
 def response_id(spec: GenerationSpec, request_id: str) -> str:
     """`request_id` with the prefix of its API."""
+    # Embeddings and scores are made of completions' specs, so their kind does not tell them.
     if spec.embedding is not None:
         return ID_PREFIXES["embedding"] + request_id
     if spec.scoring is not None:

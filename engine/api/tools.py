@@ -23,6 +23,7 @@ def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
     """A JSON schema of an object."""
     if schema.get("type", "object") != "object":
         raise problem(f"must be the schema of an object, got the type {describe(schema['type'])}")
+    # The schema is written into the prompt as JSON: one that nests too deeply, or is no JSON, fails here with its name.
     try:
         json.dumps(schema)
     except (TypeError, ValueError, RecursionError):
@@ -83,6 +84,7 @@ def _parse_choice(value: object) -> str | tuple[str]:
         )
     function = value.get(kind)
     name = function.get("name") if isinstance(function, Mapping) else None
+    # Whether there is such a function is known only with `tools` (`ToolFields.tool_use`).
     if not isinstance(name, str):
         raise problem(f"must have the name of a {kind if kind == 'function' else 'tool'} in '{kind}.name'")
     return (name,)
@@ -139,6 +141,7 @@ class ToolFields(OfferedTools):
                 f"'{paths.chosen}' is {describe(choice[0])}, a function that 'tools' does not have.",
                 param=paths.chosen,
             )
+        # Nothing could be called, and the model would be held to a form that no text has.
         if choice == "required" and not tools:
             raise RequestError("'tool_choice' requires a call, but there are no 'tools'.", param="tool_choice")
         if not tools:
@@ -156,6 +159,7 @@ class ToolFields(OfferedTools):
         return ToolUse(
             definitions=tuple(tool.for_template() for tool in tools),
             may_call=choice != "none",
+            # A function that is required by its name is called once, as at OpenAI.
             is_single=self.parallel_tool_calls is False or isinstance(choice, tuple),
             required=required,
             strict=strict,
@@ -204,6 +208,7 @@ def with_calls(spec: GenerationSpec, form: CallForm, special: Mapping[str, int])
         return spec
     # A function that is not strict may have any arguments, as long as they are JSON.
     schemas = {name: schema if name in tools.strict else {} for name, schema in tools.schemas.items()}
+    # Only the required ones: the grammar offers no other call.
     if tools.required:
         schemas = {name: tools.schemas[name] for name in tools.required}
     calls = CallGrammar(form, schemas, special, tools.is_single)
@@ -213,6 +218,7 @@ def with_calls(spec: GenerationSpec, form: CallForm, special: Mapping[str, int])
         raise RequestError(
             f"'tool_choice' and '{param}' both prescribe the answer's form; give one of them.", param=param
         )
+    # JSON and a call are told apart by how they begin; an answer of another form may begin like a call.
     elif grammar.kind is not GrammarKind.JSON_SCHEMA:
         raise RequestError(
             f"'{param}' other than JSON is not supported together with 'tools': set 'tool_choice' to 'none'.",

@@ -101,6 +101,7 @@ class FileStore:
         left, whose = self.room(tenant)
         if left <= 0:
             raise OverloadedError(f"There is no room for another file: {whose} is used up. Erase files.")
+        # What is left now bounds the upload while it arrives; `finish` looks again, since others arrive meanwhile.
         limit = min(left, self._limits.file_bytes)
         reason = "which is the limit here" if limit == self._limits.file_bytes else f"which is what is left of {whose}"
         return Upload(self.incoming(tenant), limit, reason)
@@ -112,6 +113,7 @@ class FileStore:
             OverloadedError: other files of the tenant, or too many bytes, have come meanwhile.
             OSError: the disk is full, or the like.
         """
+        # The bytes are on the disk before the record says so: a crash leaves no file with less than it should have.
         upload.close()
         now = self._clock()
         record = FileRecord(
@@ -122,6 +124,7 @@ class FileStore:
             created_at=now,
             expires_at=now + self.life_s(life_s),
         )
+        # Only one file of a tenant is let in at a time: two that fit alone might not fit together.
         with self._locked(tenant):
             self._require_room(tenant)
             self._let_in(tenant, upload.folder, record)
@@ -149,6 +152,7 @@ class FileStore:
 
     def get(self, tenant: str, file_id: str) -> FileRecord:
         """The file of a tenant. Raises NotFoundError."""
+        # The form is checked before the path is made: an id must not lead out of the folder.
         record = self._read(self._files(tenant) / file_id) if FILE_ID.fullmatch(file_id) else None
         if record is None:
             raise NotFoundError(f"There is no file '{file_id[:64]}'.")
@@ -168,6 +172,7 @@ class FileStore:
 
     def erase_folder(self, tenant: str, path: Path) -> None:
         """Take a folder of a tenant away as a whole, if it is there."""
+        # Renamed away first: a reader finds the whole file or none, also if this process dies while it erases.
         condemned = self.incoming(tenant)
         make_folder(condemned.parent)
         with suppress(FileNotFoundError):
@@ -178,6 +183,7 @@ class FileStore:
         """Erase expired files of a tenant, and unfinished ones without a writer."""
         now = self._clock()
         for path in entries(self._files(tenant)):
+            # A folder whose record cannot be read is left for a person to look at.
             record = self._record(path)
             if record is not None and self._is_over(record):
                 self.erase_folder(tenant, path)
@@ -201,6 +207,7 @@ class FileStore:
 
     def room(self, tenant: str) -> tuple[int, str]:
         """Bytes left for a tenant, and the name of the tighter limit."""
+        # Summed from the disk each time: a count in memory would miss what other replicas do.
         own = self._limits.tenant_bytes - self.bytes_of(tenant)
         total = self._limits.total_bytes - sum(map(self.bytes_of, self.tenants()))
         return (own, "what a tenant may keep") if own <= total else (total, "what the server keeps")

@@ -61,6 +61,7 @@ def check_in_small_stack(grammar: Grammar, param: str, tokens: Tokens = NO_TOKEN
         except Exception as error:  # of any kind: it is the caller's
             outcome.set_exception(error)
 
+    # The size holds for all threads that begin from now on, so it is set back as soon as this one has begun.
     usual = threading.stack_size(STACK_BYTES)
     try:
         thread = threading.Thread(target=check, name="grammar")
@@ -79,8 +80,10 @@ def check_grammar(grammar: Grammar, param: str, tokens: Tokens = NO_TOKENS) -> G
         finding = _finding(known)
     except GrammarError as error:
         finding = str(error)
+    # Values tell of most long texts at once; the samples find those that parts of a grammar come to together.
     if finding is None:
         is_long = any(len(text.encode()) > MAX_FORCED_BYTES for text in _values_of(grammar))
+        # The lot depends on the grammar alone: the same request is refused, or let in, each time.
         if is_long or _forces_long_text(native_source(known), random.Random(known.digest)):
             raise RequestError(
                 f"'{param}' prescribes a text of more than {MAX_FORCED_BYTES} bytes without a choice.", param=param
@@ -91,6 +94,7 @@ def check_grammar(grammar: Grammar, param: str, tokens: Tokens = NO_TOKENS) -> G
         place += _place(json.loads(grammar.source), finding)
     if grammar.kind is GrammarKind.STRUCTURAL_TAG:
         place += _structure_place(json.loads(grammar.source))
+    # Names of properties are the client's, of any length.
     place = place if len(place) <= 200 else f"{place[:197]}..."
     raise RequestError(f"'{place}' cannot be compiled: {finding}.", param=place)
 
@@ -131,8 +135,10 @@ def _forces_long_text(source: str, rng: random.Random) -> bool:
     """True if one of some beginnings of answers, bytes chosen by lot, leads to a text of more than `MAX_FORCED_BYTES`
     without a choice."""
     compiled = LLMatcher(_bytes_as_tokens(), source, log_level=0, limits=limits())
+    # Processor time of this thread: on a busy machine as many samples are tried as on an idle one.
     deadline = time.thread_time() + SAMPLES_S
     for _ in range(NUM_SAMPLES):
+        # Compiled once; each sample begins with a copy.
         matcher = compiled.deep_copy()
         for _ in range(SAMPLE_STEPS):
             if matcher.is_stopped():  # at the end of an answer, or of llguidance's limits
@@ -142,6 +148,7 @@ def _forces_long_text(source: str, rng: random.Random) -> bool:
                 return True
             if not matcher.consume_tokens(list(forced)):
                 break
+            # The first 256 tokens are the bytes; the end of the answer, behind them, is no choice.
             allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:256]
             choices = np.flatnonzero(allowed)
             if not len(choices) or not matcher.consume_token(int(rng.choice(choices))):
@@ -172,6 +179,7 @@ def _place(root: Schema, finding: str) -> str:
         for step, child in children(schema):
             if time.monotonic() > deadline:
                 return place
+            # The definitions go along: a child may refer to them, and would fail for another reason without.
             if _schema_finding({**definitions, **child}) == finding:
                 place, schema = place + step, child
                 break

@@ -95,6 +95,7 @@ def _announced_set() -> str | None:
     except OSError:
         return None
     has = set(next((line for line in lines if line.startswith("flags")), "").split())
+    # As torch decides in `instruction_set`: another answer here would look for an object that is never used.
     if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= has:
         if "avx512_bf16" not in has:
             return "avx512"
@@ -139,11 +140,13 @@ def kernels(instructions: str) -> Any:
     """
     if instructions not in INSTRUCTION_SETS:
         raise BuildError(f"unknown instruction set {instructions!r}; known are {', '.join(INSTRUCTION_SETS)}")
+    # Without the permission of Linux the first tile instruction would end the process.
     if instructions == "amx_bf16" and not _has_tiles():
         raise BuildError("this CPU has no matrix tiles (AMX), or the system keeps them")
     if (prebuilt := prebuilt_library(instructions)) is not None:
         try:
             return load(prebuilt)
+        # Another C library than that of the build, say: it is not a reason to run on the reference.
         except (OSError, ImportError) as error:
             logger.warning("prebuilt kernels not loaded, building them here: %s: %s", prebuilt, error)
     return load(library(instructions))
@@ -153,6 +156,7 @@ def library(instructions: str) -> Path:
     """The shared object in the cache for one instruction set, built if it is not there."""
     folder = cache_folder()
     path = folder / file_name(instructions)
+    # Looked at twice: another process may have built the object while this one waited for the lock.
     if not path.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock")):
@@ -186,9 +190,11 @@ def cache_folder() -> Path:
 def digest(instructions: str) -> str:
     """Hash of everything that the binary depends on."""
     state = hashlib.sha256()
+    # Names are hashed too: the same text under another name is another build.
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         state.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     facts = (
+        # The binary links torch and Python, and neither promises its interface to another version.
         version("torch"),
         sysconfig.get_config_var("SOABI"),
         platform.machine(),
@@ -219,6 +225,7 @@ def build(instructions: str, path: Path) -> None:
         raise BuildError(f"no C++ compiler found (install g++, or name one in CXX){_missing_from_prebuilt(path.name)}")
     include = [f"-I{folder}" for folder in (*include_paths(), sysconfig.get_paths()["include"])]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    # On the file system of the target, so that the last step is a renaming and nobody loads half a file.
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         objects, running = [], []
         # The bindings take longest and know no instruction set.
@@ -250,6 +257,7 @@ def start(command: list[str]) -> "subprocess.Popen[str]":
 
 def finish(processes: Sequence["subprocess.Popen[str]"]) -> None:
     """Waits for all of them, then raises with the first message of a failed one."""
+    # All are waited for before the first complaint is raised: the temporary folder goes away with it.
     complaints = [process.communicate()[1] for process in processes]
     for process, complaint in zip(processes, complaints, strict=True):
         if process.returncode:

@@ -92,6 +92,7 @@ async def response(request: Request, response_id: str) -> Response:
 
     num_had = 0 if query.starting_after is None else query.starting_after + 1
     frontend = replica(request).frontend
+    # A client that leaves ends the reading of the stream; the response goes on in the background.
     job = await while_connected(request, frontend.background.repeated(stored, request.state.tenant, num_had))
     renderer = frontend.renderer(job)
     return EventStreamResponse(frontend.events(job, renderer), refusing(request), job.close, wire=renderer.wire)
@@ -148,6 +149,7 @@ async def reset_cache(request: Request) -> Response:
 
 async def cache_events(request: Request) -> Response:
     here = replica(request)
+    # Browsers name the last event in a header when they connect again.
     since = request.query_params.get("since", request.headers.get("last-event-id"))
     if since is not None and not SEQUENCE_NUMBER.fullmatch(since):
         raise RequestError(f"'since' must be a sequence number, not '{since[:100]}'.", param="since")
@@ -219,6 +221,7 @@ async def _whole(
         headers = ignored_header(jobs[0].spec.ignored) | dict(headers)
         if isinstance(made, bytes):
             return json_response(made, headers=headers)
+        # The room for the answers goes with the response, which gives it back when the last slice is sent.
         return SlicedResponse(made, stack.pop_all(), headers)
 
 

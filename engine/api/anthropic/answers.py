@@ -59,13 +59,16 @@ class MessageWriter:
 
     def body(self, choice: Choice, usage: TokenUsage) -> Iterator[bytes]:
         parts = [choice.text] if choice.message is None else choice.message.parts
+        # Neither an empty text nor a cut call is a block that the client could send back.
         content = [block for part in parts if (block := _block(part)) is not None]
         if choice.message is not None and choice.message.reasoning:
+            # Reasoning is not among the parts, and stands before all of them.
             content.insert(0, _thinking(choice.message.reasoning))
         yield orjson.dumps(self._message(content, self._stop(choice, usage), usage) | self._managed())
 
     def first(self, usage: TokenUsage) -> bytes:
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage.of_prompt)
+        # As at the API, where a ping follows the start.
         return _event({"type": "message_start", "message": message}) + PING
 
     def piece(self, piece: Piece) -> bytes:
@@ -105,6 +108,7 @@ class MessageWriter:
     def _text(self, text: str) -> bytes:
         """Events of more text."""
         opening = b"" if self._open == "text" else self._closed() + self._opened({"type": "text", "text": ""})
+        # Text of the first block, nearly every event of most streams, needs no JSON but its text's.
         if self._index:
             return opening + _delta(self._index, {"type": "text_delta", "text": text})
         return opening + _BEFORE_TEXT + orjson.dumps(text) + _AFTER_TEXT
@@ -119,6 +123,7 @@ class MessageWriter:
         if self._open is None:
             return b""
         self._open = None
+        # The number goes on before the event is made, which names the closed block: the one before.
         self._index += 1
         return _event({"type": "content_block_stop", "index": self._index - 1})
 
@@ -126,6 +131,7 @@ class MessageWriter:
         """The reason of the message's end. A stop token that was asked for by its id ends the turn."""
         if isinstance(choice.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
+        # The API tells an answer that reached `max_tokens` from one that filled the context.
         asked = self._context.spec.max_tokens
         is_full = choice.finish_reason is FinishReason.LENGTH and asked is not None and usage.completion_tokens < asked
         reason = "model_context_window_exceeded" if is_full else _STOP_REASONS[choice.finish_reason]
@@ -158,6 +164,7 @@ class MessageWriter:
         marks = [*zip(self._context.spec.retention.marks, self._context.marked_tokens, strict=True)]
         found = usage.cached_tokens
         marked = max((count for _, count in marks), default=0)
+        # All before the last mark of an hour is kept for an hour, whatever other marks stand among it.
         for_an_hour = max((count for mark, count in marks if mark.ttl_s == TTLS["1h"]), default=0)
         written, for_long = max(0, marked - found), max(0, for_an_hour - found)
         return {
@@ -184,6 +191,7 @@ def _block(part: str | Call) -> Json | None:
         return {"type": "text", "text": part} if part else None
     try:
         arguments = orjson.loads("".join(part.arguments))
+    # The limit of tokens has cut the call: the block needs an object, and half of one is none.
     except orjson.JSONDecodeError:
         return None
     return {"type": "tool_use", "id": part.id, "name": part.name, "input": arguments}

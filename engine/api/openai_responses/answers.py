@@ -52,6 +52,7 @@ class ResponseWriter:
         assert context.spec.turn is not None
         self._context = context
         self._turn = context.spec.turn
+        # Ids of items are made of the response's, so a response that is generated again has the same ones.
         self._unique = context.head.id.removeprefix("resp_")
         self._num_events = 0
         """Events so far, with those that the reader has already."""
@@ -84,6 +85,7 @@ class ResponseWriter:
         is_cut = choice.finish_reason is FinishReason.LENGTH
         parts, items = _parts(choice), [*self._summary()]
         for index, part in enumerate(parts):
+            # Only the last item can have been cut: the others ended before the limit was reached.
             status = "incomplete" if is_cut and index == len(parts) - 1 else "completed"
             items.append(self._item(self._first + index, part, status, () if index else logprobs))
         return items
@@ -111,12 +113,14 @@ class ResponseWriter:
         response = self._response("in_progress", [], store=self._turn.is_stored)
         opening = self._event("response.created", {"response": response})
         opening += self._event("response.in_progress", {"response": response})
+        # A summary is whole before the answer begins, so its item opens and closes at once.
         for item in self._summary():
             for kind in ("added", "done"):
                 opening += self._event(f"response.output_item.{kind}", {"output_index": 0, "item": item})
         return opening
 
     def piece(self, piece: Piece) -> bytes:
+        # A parsed answer is told by its parts; without a parser all of the answer is text.
         if self._context.message is not None:
             return b"".join(self._part(event, self._context.message) for event in piece.events)
         logprobs = []
@@ -148,6 +152,7 @@ class ResponseWriter:
             case InputPart(_, text) if isinstance(self._open, Call):
                 self._open.take_input(text)
                 return self._event("response.custom_tool_call_input.delta", self._at({"delta": text}))
+            # Arguments of a custom tool's call only carry its input, which has events of its own.
             case ArgumentsPart(_, text) if isinstance(self._open, Call) and self._open.input is None:
                 self._open.arguments.append(text)
                 return self._event("response.function_call_arguments.delta", self._at({"delta": text}))
@@ -194,6 +199,7 @@ class ResponseWriter:
         part, self._open = self._open, None
         if part is None:
             return
+        # Kept apart: the writing of slices is lazy, and the next item has another list.
         known = self._logprobs
         logprobs = array_of(lambda: known)
         if isinstance(part, Call) and part.input is not None:

@@ -160,8 +160,10 @@ class Conversation:
     @classmethod
     def decode(cls, data: bytes) -> "Conversation":
         """The conversation that `encoded` made the bytes of."""
+        # JSON has no line breaks of its own, so a line is one item and needs no reading to be found.
         head, *lines = data[len(CONVERSATION) + REVISION_BYTES :].split(b"\n")
         own = orjson.loads(head)
+        # Items come first: `num_items` says where the lines of answers begin.
         border = own["num_items"]
         answers = (line.partition(b" ") for line in lines[border:])
         return cls(
@@ -182,6 +184,7 @@ class Conversation:
         """The conversation without an item, and without the ids of the answer that it was a part of. Raises
         NotFoundError if there is none of this id."""
         self.item(item_id)
+        # An answer with an item less is another text than its ids stand for: it is tokenized from now on.
         items = {each: item for each, item in self.items.items() if each != item_id}
         return replace(self, items=items, answers=tuple(each for each in self.answers if item_id not in each.item_ids))
 
@@ -228,6 +231,7 @@ def own_ids(unique: str) -> str:
 def before_response(data: bytes, unique: str) -> bytes:
     """A conversation's data as it was before the response of this name was added; the same where it was not."""
     conversation = Conversation.decode(data)
+    # The first item of the input is named after the response; all items from there on came with it or later.
     ids, first = [*conversation.items], f"msg_{own_ids(unique)}_0"
     if first not in conversation.items:
         return data
@@ -254,6 +258,7 @@ def resolved(spec: GenerationSpec) -> GenerationSpec:
     """A request with the messages of the conversation that `Turn.earlier` has, before its own input."""
     assert spec.turn is not None
     conversation = Conversation.decode(spec.turn.earlier)
+    # Instructions stand first; behind them the conversation, and the input of this request last.
     first = len(spec.messages) - spec.turn.num_own
     messages: list[ChatMessage] = [*spec.messages[:first]]
     continued = []
@@ -261,6 +266,7 @@ def resolved(spec: GenerationSpec) -> GenerationSpec:
     for part in _parts(_since_compaction(items), conversation.answers):
         if isinstance(part, KnownAnswer):
             text, token_ids = part.text_and_ids()
+            # The index is that of the message which is added next.
             continued.append(ContinuedAnswer(len(messages), None, token_ids=token_ids))
             messages.append({"role": "assistant", "content": text})
         else:
@@ -286,6 +292,8 @@ def _parts(items: Sequence[Json], answers: Sequence[KnownAnswer]) -> Iterator[Kn
     while at < len(items):
         answer = known.get(str(items[at]["id"]))
         there = () if answer is None else tuple(item["id"] for item in items[at : at + len(answer.item_ids)])
+        # Only with all its items in their order does an answer stand with its ids: a client may have deleted or moved
+        # some.
         if answer is None or there != answer.item_ids:
             run.append(items[at])
             at += 1

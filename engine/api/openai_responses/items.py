@@ -37,6 +37,7 @@ def as_items(value: object) -> object:
     if len(value) > MAX_MESSAGES:
         raise problem(f"must have at most {MAX_MESSAGES} items, got {len(value)}")
 
+    # Checked before pydantic reads them: its errors would name fields of a union and not the item at fault.
     for number, item in enumerate(value):
         if not isinstance(item, dict):
             raise problem(f"must have objects as items, but item {number} is {describe(item)}")
@@ -47,6 +48,7 @@ def as_items(value: object) -> object:
         for name in FIELDS[kind]:
             if item.get(name) is None:
                 raise problem(f"has no '{name}' in item {number}")
+        # A summary of another server cannot be read here, and leaving it out would lose all that it stands for.
         if kind == "compaction" and text_of(str(item["encrypted_content"])) is None:
             raise problem(f"has a compaction in item {number} that no raydix server has made")
 
@@ -157,6 +159,7 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
         if item.type == "compaction":
             messages.append({"role": "user", "content": text_of(item.encrypted_content or "")})
             continue
+        # Templates may refuse two messages of the user in a row, so the summary and the next question are one message.
         if was_anew and item.type == "message" and item.role == "user":
             messages[-1]["content"] += f"\n\n{item.content}"
             continue
@@ -168,10 +171,12 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
         elif item.type in RESULTS:
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
         elif item.type == "message":
+            # Reasoning has begun the assistant's message already: its text goes into the same one.
             if begins or item.role != "assistant":
                 messages.append({"role": item.role})
             messages[-1]["content"] = item.content
         else:
+            # A call without a text before it belongs to a message of its own, which has no text.
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             name = flat_name(item.namespace, item.name) if item.namespace else item.name

@@ -132,6 +132,7 @@ class Sessions:
         known is its own: the manager may have forgotten that session, or be a new one.
         """
         length = session.prompt_blocks if hashes is None else len(hashes)
+        # A beginning that a single session has is not shared with anybody, so its blocks count.
         is_shared = session.trunk is not None and self._by_trunk[session.trunk] > 1
         if hashes is not None and not session.begins(hashes):
             is_shared = False
@@ -144,6 +145,7 @@ class Sessions:
             return Found(own)  # another attempt
         extended, num_common = self._extended(request.cache.tenant, request.hashes)
         if extended is not None:
+            # The session is at work on an earlier prompt: two requests at a time are two sessions.
             if extended.running:
                 return Found(branch=Branch(min(extended.running), num_common))  # the same one of several each time
             return Found(extended)
@@ -171,11 +173,13 @@ class Sessions:
         elif not session.begins(request.hashes):
             self._set_trunk(session, request.hashes, num_known)
         if key is not None:
+            # The client has given the session another name: the former one finds it no more.
             if session.key not in (None, key) and self._by_key.get(session.key) is session:
                 del self._by_key[session.key]
             session.key = key
             self._by_key[key] = session
 
+        # A failover is the same request; it counts where the manager that counted it first is gone.
         session.num_requests = max(1, session.num_requests + (request.attempt == 0))
         session.prompt_blocks = len(request.hashes)
         session.last_workers, session.used_at, session.last_stop = workers, now, None
@@ -218,6 +222,7 @@ class Sessions:
 
     def _extended(self, tenant: str, hashes: Sequence[BlockHash]) -> tuple[Session | None, int]:
         """The session with the last mark in a prompt, and the number of blocks up to that mark."""
+        # From the end on: the mark that lies furthest on belongs to the session that shares most.
         for num_behind, session in enumerate(map(self._by_mark.get, reversed(hashes))):
             if session is not None and session.tenant == tenant:
                 return session, len(hashes) - num_behind
@@ -247,18 +252,21 @@ class Sessions:
         """Set the marks of a session near the end of a prompt."""
         self._unmark(session)
         last = len(hashes) - 1
+        # No mark within the common beginning: it would take every session with that beginning for this one.
         places = [last - distance for distance in MARK_DISTANCES if last - distance >= session.first_own]
         session.marks = tuple(hashes[place] for place in places)
         self._by_mark.update(dict.fromkeys(session.marks, session))
 
     def _unmark(self, session: Session) -> None:
         for mark in session.marks:
+            # Another session may have set the same mark since, and keeps it.
             if self._by_mark.get(mark) is session:
                 del self._by_mark[mark]
         session.marks = ()
 
     def _forget_oldest(self) -> None:
         """Forget the least recently used sessions without a request above the capacity."""
+        # Bounded: where every session has a request under way the loop would not end.
         num_looked = 0
         while len(self._sessions) > self._capacity and num_looked < len(self._sessions):
             number, session = next(iter(self._sessions.items()))
@@ -275,4 +283,5 @@ class Sessions:
 
 def _key(tenant: str, session: str) -> bytes:
     """Names have any length; a digest has a fixed one."""
+    # The length of the tenant's name keeps apart names that are the same when joined.
     return blake2b(f"{len(tenant)} {tenant}{session}".encode(), digest_size=16).digest()
