@@ -44,16 +44,16 @@ serve: install
 chat: install
 	@exec $(BIN)/raydix chat $(if $(URL),--url $(URL))
 
-# All tests except those for GPUs, most of tests/chaos (see `make chaos`) and `make exhaustive`, by what they need. The unit
-# tests run once, under coverage.
+# All tests except those for GPUs, most of tests/chaos (see `make chaos`) and `make exhaustive`, by what they need.
 PYTEST := $(BIN)/python -m pytest
-test: coverage test-kernels test-model test-cluster
+test: test-unit test-kernels test-model test-cluster
 
 # The tests of all decisions, texts and files: neither Ray's processes nor a model's computing.
 test-unit: develop
 	$(PYTEST) -m "not gpu" tests/unit --numprocesses=auto $(TESTS)
 
-# The same tests must run 99 % of the lines of engine/core, and 80 % of the lines of actors and of engine/serving each.
+# The same tests must run 99 % of the lines of engine/core, and 80 % of the lines of actors and of engine/serving each. To
+# count the lines takes half as much time again as the tests.
 coverage: develop
 	$(MAKE) test-unit TESTS="--cov=actors --cov=engine/core --cov=engine/serving --cov-report="
 	$(BIN)/coverage report --include='engine/core/*' --fail-under=99 --skip-covered
