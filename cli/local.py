@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from raydix.cli.cluster import named_local, who_may_use
-from raydix.cli.serve import ONE_WORKER, example, overrides_of, prepared, url_of
+from raydix.cli.log_lines import EventHandler, events_of
+from raydix.cli.serve import ONE_WORKER, example, overrides_of, prepared, show_line, url_of
 from raydix.cli.waiting import Waiting, age_s
 from raydix.configs import Config
 from raydix.configs.load import merged
@@ -29,6 +30,8 @@ STREAMS_S = 2
 """Time that running answers have after a signal; a second signal does not wait for them."""
 LOOK_S = 0.02
 """Interval between two looks whether the server listens."""
+EVENT_LOGGERS = ("raydix.engine.serving.accounting", "raydix.engine.serving.load_log")
+"""Loggers of the events that the terminal can show."""
 MAX_HEAD = 32 << 10
 """Bytes of a request's line and headers; HAProxy takes as many."""
 
@@ -44,11 +47,24 @@ def run(options: argparse.Namespace) -> int:
         options.role = ONE_WORKER  # also where the machine has room for two
     config = named_local(prepared(options.config or (), overrides_of(options), options, console, has_store=False))
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    _show_events(events_of(options, is_terminal=console.is_terminal), console)
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, console))
     return 0
+
+
+def _show_events(events: frozenset[str], console: Console) -> None:
+    """Have the log's records of these events printed."""
+    if not events:
+        return
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(logging.WARNING)  # these print records of lower levels, too, once a logger lets them pass
+    handler = EventHandler(events, lambda line: show_line(console, line))
+    for name in EVENT_LOGGERS:
+        logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger(name).addHandler(handler)
 
 
 async def _serve(config: Config, console: Console) -> None:

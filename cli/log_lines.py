@@ -1,24 +1,55 @@
-"""Warnings of all processes in the terminal of `raydix serve`, read from the log files of `raydix.actors.logs`."""
+"""Lines of all processes in the terminal of `raydix serve`, read from the log files of `raydix.actors.logs`: warnings,
+and the events that are asked for."""
 
+import argparse
 import json
+import logging
 import os
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 POLL_S = 0.5
 MAX_LINES = 20
 """Shown of one look at the files; how many more there were is said in a line."""
+_TEXT_LINE = re.compile(r"\S*T(\d\d:\d\d:\d\d)\S* INFO \S+ \d+: (.*) \[\S+ event=(\w+).*\]")
+"""A line of the configuration's `logging.format: text`: time, message and event."""
 PATTERN = "raydix-*.log"
+LOAD, REQUEST = "load", "request"
+"""Events that are shown where they are asked for."""
 SHOWN_LEVELS = frozenset({"WARNING", "ERROR", "CRITICAL"})
 
 
-class LogFollower:
-    """Shows each logged warning and error in a line, from a thread of its own."""
+def events_of(options: argparse.Namespace, *, is_terminal: bool) -> frozenset[str]:
+    """The events that `raydix serve` shows beside warnings: the load on a terminal, requests where they are asked
+    for."""
+    shows_load = is_terminal and not getattr(options, "quiet", False)
+    return frozenset({LOAD} if shows_load else ()) | ({REQUEST} if getattr(options, "log_requests", False) else set())
 
-    def __init__(self, folder: Path, show: Callable[[str], None]) -> None:
+
+class EventHandler(logging.Handler):
+    """Shows the records of some events of this process."""
+
+    def __init__(self, events: frozenset[str], show: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._events = events
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a record of one of the events."""
+        if getattr(record, "about", {}).get("event") in self._events and record.levelno < logging.WARNING:
+            self._show(f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {record.getMessage()}")
+
+
+class LogFollower:
+    """Shows each logged warning and error, and records of `events`, in a line, from a thread of its own."""
+
+    def __init__(self, folder: Path, show: Callable[[str], None], events: frozenset[str] = frozenset()) -> None:
         self._folder = folder
         self._show = show
+        self._events = events
         self._files: dict[Path, FollowedFile] = {}
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log-follower", daemon=True)
@@ -38,11 +69,16 @@ class LogFollower:
         for path in sorted(self._folder.glob(PATTERN)):
             if path not in self._files:
                 self._files[path] = FollowedFile(path)
-        lines = [shown for file in self._files.values() for line in file.new_lines() if (shown := warning_of(line))]
+        new = [line for file in self._files.values() for line in file.new_lines()]
+        lines = [shown for line in new if (shown := warning_of(line))]
         for line in lines[:MAX_LINES]:
             self._show(line)
         if len(lines) > MAX_LINES:
             self._show(f"{len(lines) - MAX_LINES} more warnings in {self._folder}")
+        # Who asks for each request's line gets each.
+        for line in new if self._events else ():
+            if shown := event_of(line, self._events):
+                self._show(shown)
 
     def _run(self) -> None:
         while not self._has_ended.wait(POLL_S):
@@ -87,6 +123,20 @@ class FollowedFile:
             return self._file is not None and os.fstat(self._file).st_ino != self._path.stat().st_ino
         except FileNotFoundError:
             return False
+
+
+def event_of(line: str, events: frozenset[str]) -> str | None:
+    """Format a line of a log file that tells of one of these events; None for others, and for warnings."""
+    if not line.startswith("{"):
+        found = _TEXT_LINE.fullmatch(line)
+        return f"{found[1]} {found[2]}" if found is not None and found[3] in events else None
+    try:
+        record = json.loads(line)
+        if record.get("event") not in events or record["level"] in SHOWN_LEVELS:
+            return None
+        return " ".join(f"{record['time'][11:19]} {record['message']}".split())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
 
 
 def warning_of(line: str) -> str | None:

@@ -42,6 +42,8 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--restart", action="store_true", help="start again when the server fails, as when Ray's GCS dies"
     )
+    serve.add_argument("--quiet", action="store_true", help="no line about the load every ten seconds on a terminal")
+    serve.add_argument("--log-requests", action="store_true", help="print a line for each request at its end")
     serve.set_defaults(run=_serve)
 
     deploy = commands.add_parser("deploy", help="deploy on a Ray cluster that runs, or change the server there")

@@ -90,7 +90,9 @@ def _command(options: argparse.Namespace) -> list[str]:
     options_given = {"--model": options.model, "--host": options.host, "--port": options.port}
     arguments = [str(word) for name, value in options_given.items() if value is not None for word in (name, value)]
     configs = [word for config in options.config or () for word in ("--config", config)]
-    return [sys.executable, "-m", "raydix.cli.main", "serve", *configs, *arguments, *given(options)]
+    named = {"--quiet": getattr(options, "quiet", False), "--log-requests": getattr(options, "log_requests", False)}
+    flags = [name for name, is_given in named.items() if is_given]
+    return [sys.executable, "-m", "raydix.cli.main", "serve", *configs, *arguments, *flags, *given(options)]
 
 
 def _how(code: int) -> str:

@@ -23,7 +23,7 @@ from rich.console import Console
 from raydix.cli.cluster import STOP_TIMEOUT_S, STORE_RESERVE_GIB, ClusterDiedError, LocalCluster, who_may_use
 from raydix.cli.descriptors import check_descriptors
 from raydix.cli.flags import roles_of, values_of
-from raydix.cli.log_lines import LogFollower
+from raydix.cli.log_lines import LogFollower, events_of
 from raydix.cli.machine import this_machine
 from raydix.cli.restart import is_orphaned
 from raydix.cli.sizing import Sizes, described, size_up, sized
@@ -64,6 +64,8 @@ class StartedServer:
     ray_thread: ThreadPoolExecutor
     console: Console
     stop: threading.Event
+    events: frozenset[str] = frozenset()
+    """Events of the log that the terminal shows beside warnings."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -100,7 +102,8 @@ def run_with(
     ray_thread = ThreadPoolExecutor(1, "ray")
 
     try:
-        _start_and_use(StartedServer(config, cluster, ray_thread, console=console, stop=stop), use)
+        events = frozenset() if options is None else events_of(options, is_terminal=console.is_terminal)
+        _start_and_use(StartedServer(config, cluster, ray_thread, console=console, stop=stop, events=events), use)
     except ClusterDiedError as death:
         logger.error("%s", death, extra=about("cluster_died"))
         cluster.kill()
@@ -261,7 +264,7 @@ def _start_and_use(running: StartedServer, use: Callable[[StartedServer], None])
         with Waiting(console, "starting Ray") as status:
             finish(running, running.ray_thread.submit(cluster.start))
             if not stop.is_set():
-                follower = LogFollower(cluster.log_folder(), lambda line: _show(console, line))
+                follower = LogFollower(cluster.log_folder(), lambda line: show_line(console, line), running.events)
                 follower.start()
                 finish(running, running.ray_thread.submit(cluster.deploy, status.update, stop))
 
@@ -318,8 +321,10 @@ def finish(running: StartedServer, work: Future[None]) -> None:
             raise
 
 
-def _show(console: Console, line: str) -> None:
-    style = "red" if " ERROR " in line else "yellow"
+def show_line(console: Console, line: str) -> None:
+    """Print a line of `raydix.cli.log_lines`, warnings in colour."""
+    level = line.split(" ", 2)[1]
+    style = {"ERROR": "red", "CRITICAL": "red", "WARNING": "yellow"}.get(level)
     console.print(line, style=style, markup=False, soft_wrap=True)
 
 

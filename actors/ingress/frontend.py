@@ -21,6 +21,7 @@ from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateR
 from raydix.engine.api.responses import Json, model_object
 from raydix.engine.api.routes import ROUTES
 from raydix.engine.api.spec import Api
+from raydix.engine.background import Background
 from raydix.engine.core.errors import RaydixError, ServiceError
 from raydix.engine.core.ingress.answer_room import AnswerRoom, RoomClaim
 from raydix.engine.core.ingress.room import Allowance, Room
@@ -30,6 +31,7 @@ from raydix.engine.serving.background_responses import BackgroundResponses
 from raydix.engine.serving.compaction import Compaction
 from raydix.engine.serving.job import Job
 from raydix.engine.serving.kept_conversations import KeptConversations
+from raydix.engine.serving.load_log import LoadLog
 from raydix.engine.serving.output import OutputProcessor
 from raydix.engine.serving.preparation import Preparation
 from raydix.engine.serving.reader_pool import RequestReader
@@ -105,6 +107,7 @@ class Frontend:
             parts.preparation, parts.output, self.accounted, parts.reader, parts.dispatcher.prepare
         )
         self._renderers = parts.renderers
+        self._tasks = Background()
         self.responses = parts.responses
         self.conversations = parts.conversations
         self.background = BackgroundResponses(
@@ -121,6 +124,7 @@ class Frontend:
         self._reader.start()
         self._dispatcher.start()
         self.background.start()
+        self._tasks.start(LoadLog(self.requests).run())
 
     async def close(self) -> None:
         """End the processes that read long requests."""

@@ -9,6 +9,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -42,6 +43,26 @@ class State(StrEnum):
     ENDED = "ended"
 
 
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over the requests that a table has had, those under way included. Tokens of a prompt count from the first
+    token of the answer on, when it is known how many were cached."""
+
+    num_ended: int
+    num_prompt: int
+    num_cached: int
+    num_generated: int
+    num_waiting: int
+    """Of now, as those below."""
+    num_prefilling: int
+    num_decoding: int
+
+    @property
+    def num_under_way(self) -> int:
+        """Requests of now."""
+        return self.num_waiting + self.num_prefilling + self.num_decoding
+
+
 class RequestTable:
     """The requests of one replica. `clock` is that of the jobs' times, `wall` gives times for people."""
 
@@ -60,7 +81,9 @@ class RequestTable:
         """Jobs in the order of their beginning, by a number: clients may give two requests the same name."""
         self._ended: defaultdict[str, deque[Row]] = defaultdict(lambda: deque(maxlen=NUM_ENDED))
         """Rows by tenant, the latest first. Tenants are configured, so there are few."""
-        self._num_begun = 0
+        self._num_begun = self._num_ended = 0
+        self._past = (0, 0, 0)
+        """Tokens of ended requests: of prompts, cached, generated."""
         self._num_followers: Counter[str] = Counter()
         """Followers by tenant."""
 
@@ -73,6 +96,8 @@ class RequestTable:
             yield
         finally:
             del self._under_way[number]
+            self._num_ended += 1
+            self._past = _added(self._past, job)
             self._ended[job.tenant.name].appendleft(self._row(number, job, ended_at=self._clock()))
 
     def report(self, tenant: Tenant) -> Row:
@@ -84,6 +109,15 @@ class RequestTable:
             "counts": {str(state): states[state] for state in State if state is not State.ENDED},
             "requests": [self._row(number, job) for number, job in under_way[:MAX_ROWS]] + self._ended_of(tenant),
         }
+
+    def totals(self) -> Totals:
+        """The sums of now, of all tenants."""
+        tokens = self._past
+        for job in self._under_way.values():
+            tokens = _added(tokens, job)
+        states = Counter(map(state_of, self._under_way.values()))
+        counts = (states[state] for state in (State.WAITING, State.PREFILLING, State.DECODING))
+        return Totals(self._num_ended, *tokens, *counts)
 
     async def events(self, tenant: Tenant) -> AsyncGenerator[bytes]:
         """Server-sent events `requests`, each with the counts and the rows that are new or have changed.
@@ -168,6 +202,14 @@ def state_of(job: Job) -> State:
     if any(each.tokens for each in generations):
         return State.DECODING
     return State.PREFILLING if any(each.prefill is not None for each in generations) else State.WAITING
+
+
+def _added(tokens: tuple[int, int, int], job: Job) -> tuple[int, int, int]:
+    """Tokens of prompts, cached and generated ones, with those of a job whose prompt is computed."""
+    if all(answer.first_token_at is None for answer in job.answers):
+        return tokens
+    usage = job.usage()
+    return tokens[0] + usage.prompt_tokens, tokens[1] + usage.cached_tokens, tokens[2] + usage.completion_tokens
 
 
 def _since(job: Job, at: float | None) -> float | None:
