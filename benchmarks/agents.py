@@ -94,6 +94,7 @@ def figures(trace: AgentTrace, num_workers: int, over: float, rule: str, options
     run = RuleRun(trace, num_workers, options.capacity_blocks, rule, options.seed)
     run.run(num_slots, WARM_UP_S + 3600 * options.hours)
 
+    # The pools are empty at first, and every rule is as good as another until they are full.
     counted = [(slot, job) for slot, job in run.ended if (job.finished_s or 0.0) >= WARM_UP_S]
     ttfts = [(job.first_token_s or 0.0) - job.request.arrival_s for _, job in counted]
     by_slot = Counter(slot for slot, _ in counted)

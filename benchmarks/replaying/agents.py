@@ -130,6 +130,7 @@ class Agents:
         """Have so many sessions under way, each somewhere between its first and its last call."""
         for slot in range(num_slots):
             chain = self._session()
+            # From the first call on, all at once, would be a load that no hour of work has.
             first = self.random.randrange(len(chain.calls))
             self._call(slot, chain, first, (), self.random.uniform(0.0, 60.0), is_main=True)
 
@@ -151,6 +152,7 @@ class Agents:
         def go_on(now: float) -> None:
             if number + 1 < len(chain.calls):
                 self._call(slot, chain, number + 1, hashes, now + chain.calls[number + 1].think_s, is_main=is_main)
+            # A sub-agent ends with its chain; the agent begins the next session, so that their number stays.
             elif is_main:
                 self._call(slot, self._session(), 0, (), now, is_main=True)
 

@@ -77,12 +77,14 @@ class Cluster:
 
     def _at(self, when: float, happen: Callable[[float], None]) -> int:
         self._num_events += 1
+        # The number keeps events of one time in their order, and no functions are compared.
         heapq.heappush(self._events, (when, self._num_events, happen))
         return self._num_events
 
     def _arrive(self, job: ReplayedRequest, now: float) -> None:
         pool = next(iter(self.workers.values())).pool
         num_blocks = len(job.request.hashes) - (-job.request.num_output_tokens // pool.block_size)
+        # No worker could ever hold the request: it is refused, and has no blocks.
         if num_blocks > pool.num_blocks:
             return
         self.num_active += 1
@@ -148,6 +150,7 @@ class Cluster:
             worker.timer = timer
 
     def _decoded(self, worker: ReplayWorker, timer: int, now: float) -> None:
+        # Another request has begun or ended since, which changed the pace.
         if worker.timer != timer:
             return
         job = worker.pop_decoded(now)

@@ -89,6 +89,7 @@ class ReplayWorker:
         matched = pool.match(request.hashes)
         num_answer = -(-request.num_output_tokens // pool.block_size) if job.decode == self.worker_id else 0
         num_missing = len(request.hashes) - len(matched) + num_answer
+        # Matched blocks without a holder are available now, and not any more once this job holds them.
         if num_missing > pool.num_available - sum(pool.is_cached(block) for block in matched):
             return False
 
@@ -100,6 +101,7 @@ class ReplayWorker:
                 self.pool.unprotect(request.hashes)
             job.num_hits = max(len(matched), num_reachable)
             job.num_imported = job.num_hits - len(matched)
+            # The last token of a prompt is computed in any case: the answer's first token is sampled behind it.
             cached = min(job.num_hits * pool.block_size, request.num_prompt_tokens - 1)
             job.num_computed_tokens = request.num_prompt_tokens - cached
 
@@ -148,6 +150,7 @@ class ReplayWorker:
         """Return the answer that is complete now."""
         self._advance(now)
         target, _, job = heapq.heappop(self._decoding)
+        # Set and not left as computed: errors of rounding would add up over all answers.
         self._decoded = target
         return job
 

@@ -62,6 +62,7 @@ def _operation(route: Route, models: Models) -> Json:
             *(each.object() for each in route.parameters),
         ],
         "responses": _success(route, models) | _errors(route, models),
+        # The empty one: a server without tenants wants no key.
         "security": [] if route.access is Access.EVERYBODY else [{}, {"key": []}],
     }
     if route.body is not None:

@@ -79,11 +79,13 @@ def subschemas(schema: Schema) -> Iterator[Subschema]:
             Subschema(each.path + path, child, each.depth + path.startswith(".properties."))
             for path, child in children(each.schema)
         ]
+        # Reversed, so that the first child is taken off first: places are found in the order of the text.
         stack += reversed(inside)
 
 
 def shape_finding(value: object) -> str | None:
     """Return the finding about a JSON value with too deep a nesting, or with keys other than strings."""
+    # Level by level and not by recursion: the value is a client's, and may be nested deeper than the stack is.
     level: list[object] = [value]
     for _ in range(MAX_DEPTH):
         if any(isinstance(each, Mapping) and not all(isinstance(key, str) for key in each) for each in level):

@@ -203,6 +203,7 @@ class BatchStore:
 
     def _retire(self, batch: StoredBatch) -> None:
         cancelled_at = batch.cancelled_at or _made_at(batch.folder / CANCEL)
+        # The mark `cancel` goes away with the open batch, so its time goes into the record.
         if cancelled_at is not None:
             record = json.loads((batch.folder / BATCH).read_bytes())
             write(batch.folder / BATCH, json.dumps(record | {"cancelled_at": cancelled_at}).encode())
@@ -243,6 +244,7 @@ class BatchStore:
         try:
             fields = json.loads((folder / BATCH).read_bytes())
             progress = _loaded((folder / PROGRESS).read_bytes())
+        # Another process may move or erase the folder between the two reads.
         except (OSError, ValueError, TypeError, KeyError):
             return None
         cancelled_at = fields.pop("cancelled_at", None) or _made_at(folder / CANCEL)

@@ -59,6 +59,7 @@ class Execution:
 
     async def complete(self) -> None:
         """Return when the batch has ended. May be cancelled. Raises OSError."""
+        # Where it has, the last runner only did not come to the retiring any more.
         if self._batch.progress.ended_at is None:
             await asyncio.to_thread(self._journal.open, self._run.take_back)
             try:
@@ -71,6 +72,7 @@ class Execution:
 
     async def _go_on(self) -> None:
         lines = Input(self._batch.folder / INPUT)
+        # A batch that failed before its lines were known has none to name in its files.
         if not self._run.is_stopped or self._run.progress.num_lines:
             lines = await self._read_lines() or lines
         if not self._run.is_stopped:
@@ -87,6 +89,7 @@ class Execution:
         if isinstance(lines, list):
             await self._note(self._run.refused(lines, now))
             return None
+        # The journal has answers by number: to another file they would be answers of other lines.
         if self._run.digest not in (None, lines.digest):
             await self._note(self._run.refused([CHANGED], now))
             return None
@@ -138,6 +141,7 @@ class Execution:
         return num_left < self._journal.num_bytes
 
     def _make_files(self, lines: Input) -> None:
+        # The ids were chosen with the batch, so a file that an earlier runner has made is found and kept.
         record, progress = self._batch.record, self._run.progress
         if progress.num_completed:
             self._make_file(record.output_file_id, "output", answers(self._run, self._journal))

@@ -58,6 +58,7 @@ class Journal:
             if is_due or not all(isinstance(record, Answered) for record, _ in lines):
                 self._sync(self._handle)
         except OSError:
+            # Half a record would hide everything that is appended behind it.
             os.ftruncate(self._handle, self._size)
             raise
         for record, line in lines:
@@ -91,5 +92,6 @@ class Journal:
 def _write(handle: int, content: bytes, place: int) -> None:
     rest = memoryview(content)
     while rest:
+        # A disk that is nearly full takes a part; the next call then raises.
         num_written = os.pwrite(handle, rest, place)
         rest, place = rest[num_written:], place + num_written

@@ -63,6 +63,7 @@ def look_at(files: BatchFiles) -> Input | BatchSummary:
     lines = read_input(files.source, None, rest=None)
     if isinstance(lines, list):
         raise _refusal(files.source, lines)
+    # While there is a journal lines are left to do, whatever an output says.
     if files.journal.exists() or not files.output.exists():
         return lines
     return _finished(files, lines)
@@ -94,6 +95,7 @@ async def run_batch(
             await asyncio.to_thread(_write_outputs, files, run, journal, lines)
         finally:
             journal.close()
+        # Last of all: up to here another call would go on from it.
         files.journal.unlink()
     return BatchSummary(run.progress.num_lines, run.progress.num_completed, run.progress.num_failed)
 
@@ -123,6 +125,7 @@ def _write_outputs(files: BatchFiles, run: BatchRun, journal: Journal, lines: In
             file.writelines(errors(run, journal, lines.digest, lines))
     else:
         files.errors.unlink(missing_ok=True)
+    # The output comes last: that it exists says that the batch is complete.
     with replaced(files.output) as file:
         file.writelines(answers(run, journal))
 

@@ -67,6 +67,7 @@ class Tenants:
         """Know these tenants alone from now on. Requests under way keep their tenants."""
         known = {tenant.name: tenant for tenant in tenants}
         self._is_open = not known
+        # A configured tenant of the name `anonymous` takes the place of the built-in one.
         self._by_name = {ANONYMOUS.name: ANONYMOUS} | known
         self._name_of_key = dict(name_of_key or {})
         self._owned = {name for tenant in known.values() for name in tenant.adapters}

@@ -161,6 +161,7 @@ ToolChoice = Annotated[
 def tool_use(tools: Sequence[ResponseTool], choice: str | Json | None, parallel: bool | None) -> ToolUse | None:
     """The tools in normal form; None if there are none. Raises RequestError for contradicting fields."""
     if isinstance(choice, dict):
+        # In the form of chats, whose fields check it: one set of rules for both APIs.
         choice = {"type": choice["type"], str(choice["type"]): {"name": choice["name"]}}
     functions = [each for index, tool in enumerate(tools) for each in tool.functions(f"tools[{index}]")]
     fields = {"tools": functions, "tool_choice": choice, "parallel_tool_calls": parallel}

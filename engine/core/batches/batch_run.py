@@ -90,6 +90,7 @@ class BatchRun:
         if self.digest is None:
             records.append(self._apply(Opened(now, len(order), digest)))
         self._queue = LineQueue(order, self._has_failed)
+        # The journal may have every answer already, and the time may be over since the last run.
         return [*records, *self._completed(now), *self._expired(now)]
 
     def refused(self, problems: Sequence[Problem], now: float) -> list[Record]:

@@ -61,6 +61,7 @@ class LifeTable:
 
     def index(self, kind: int, age_bin: int) -> float:
         """Expected hits per second of keeping a visit of this kind and age."""
+        # Kept for a while: each eviction asks, and some departures hardly change the chances.
         if self._num_new[kind] >= REFRESH_AFTER:
             self._num_new[kind] = 0
             self._indices[kind] = best_rates(self.chances(kind))
@@ -75,7 +76,9 @@ class LifeTable:
         ]
         at_risk = [gone + here / 2 for gone, here in zip(self._left[kind], self._here[kind], strict=True)]
         expected = sum(count * chance for count, chance in zip(at_risk, pooled, strict=True))
+        # How much more often this kind returns than the pooled table would have it.
         ratio = (sum(self._returned[kind]) + PRIOR_VISITS) / (expected + PRIOR_VISITS)
+        # The prior is one return among as many visits as it takes on average; below certainty, however high the ratio.
         return [
             (returned + PRIOR_VISITS) / (count + PRIOR_VISITS / min(0.99, chance * ratio))
             for returned, count, chance in zip(self._returned[kind], at_risk, pooled, strict=True)
@@ -102,6 +105,7 @@ def _best_rate(chances: Sequence[float], widths: Sequence[float]) -> float:
     alive, hits, kept_s, best = 1.0, 0.0, 0.0, 0.0
     for chance, width in zip(chances, widths, strict=True):
         hits += alive * chance
+        # A visit that returns within a bin was kept for half of the bin on average.
         kept_s += alive * width * (1 - chance / 2)
         alive *= 1 - chance
         best = max(best, hits / kept_s)

@@ -117,6 +117,7 @@ class Room:
         assert self.num_held <= self._most_held
 
     def _require(self, count: int, tenant: Tenant) -> None:
+        # First, and another kind of error: such a request would never find room, so it must not be tried again.
         most = self.most(tenant)
         if count > most:
             raise RequestError(f"The request needs {count} answers, but at most {most} are accepted at a time.")

@@ -58,12 +58,14 @@ class StopStrings:
         if self._matched is not None:
             return "", self._matched
         start = 0
+        # No stop string has begun: one search passes over all text that begins none, which is nearly all.
         if self._state == _ROOT:
             found = self._first.search(text)
             if found is None:
                 return text, None
             start = found.start()
 
+        # The state has followed the held text already, so only new characters are looked at.
         num_before = len(self._held)
         text = self._held + text
         for index in range(num_before + start, len(text)):
@@ -110,9 +112,12 @@ class StopStrings:
         while queue:
             state = queue.popleft()
             for character, target in self._targets[state].items():
+                # The suffix of a longer state is that of its beginning, moved on by one character; all shorter ones are
+                # known.
                 self._state = self._suffix[state]
                 self._advance(character)
                 self._suffix[target] = self._state
+                # A state that is a stop string itself is longer than any other that ends there.
                 if self._stop_at[target] is None:
                     self._stop_at[target] = self._stop_at[self._state]
                 queue.append(target)

@@ -76,6 +76,7 @@ class CacheStatistics:
     ) -> None:
         """Count an admission; `runs`: sources of its blocks in order, each with a number of blocks; `saved_s`:
         predicted time that the hits save."""
+        # Both fade alike, so their ratio is that of about the last `WINDOW` admissions.
         self.num_displaced_blocks *= 1 - 1 / WINDOW
         self.num_returned_blocks *= 1 - 1 / WINDOW
         num_hits = 0
@@ -92,6 +93,7 @@ class CacheStatistics:
 
         if hashes:
             own = self._prefixes[tenant]
+            # Taken out and put back last: the first entry is the one that nobody has asked for longest.
             prefix = own.pop(hashes[0], None) or HotPrefix(preview)
             prefix.num_requests += 1
             prefix.num_hit_tokens += num_hits

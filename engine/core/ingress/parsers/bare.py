@@ -51,6 +51,7 @@ class BareCalls:
                 text = self._look(text)
                 continue
             step, rest = self._call.feed(text)
+            # Kept as it came: if this is no call, the format's own parser gets exactly this text.
             self._held.append(text[: len(text) - len(rest)])
             if step is Step.DONE:
                 events += self._found()
@@ -92,6 +93,7 @@ class BareCalls:
 
     def _is_call(self, name: str, arguments: str) -> bool:
         found = json.loads("".join(self._held))
+        # A name alone may be any object with a name.
         has_arguments = any(key in found for key in ARGUMENTS_KEYS)
         return has_arguments and fits(json.loads(arguments), self._functions[name])
 

@@ -40,6 +40,7 @@ class Llama3Calls:
                 step, text = self._call.feed(text)
                 if step is not Step.MORE:
                     self._call = None
+                    # An object that is no call is data, and so is all behind it: nothing else tells data from calls.
                     self._has_called = step is Step.DONE
                     self._is_text = not self._has_called
             else:
@@ -51,6 +52,7 @@ class Llama3Calls:
         if self._call is not None:
             self._call.give_up()
         rest = self._before + self._tag.flush()
+        # A semicolon behind the last call parts it from nothing, and is not shown.
         if not (self._has_called and rest.strip(WHITESPACE) == SEPARATOR):
             self._out.text(rest)
         return self._out.finish()

@@ -74,6 +74,7 @@ class MistralCalls:
     def _in_head(self, character: str) -> None:
         """Take a character between the marker and the arguments, or the list of calls."""
         head = self._before[len(CALLS) :]
+        # Older templates: a list of calls right behind the marker.
         if character == "[" and not head.strip(WHITESPACE):
             self._place, self._is_list, self._before = _Place.LIST, True, self._before + character
         elif character == "{":
@@ -85,6 +86,7 @@ class MistralCalls:
 
     def _begin(self, head: str) -> None:
         found = _HEAD.fullmatch(head)
+        # Newer templates: a name, perhaps with an id, then the arguments alone.
         if found is not None:
             before, self._before = self._before, ""
             self._call = JsonArguments(self._out, before, found[1])
@@ -111,6 +113,7 @@ class MistralCalls:
             self._give_up(character)
 
     def _give_up(self, character: str) -> None:
+        # The character is looked at as text: it may begin the next marker.
         self._out.text(self._before)
         self._before, self._place = "", _Place.TEXT
         self._look(character)
