@@ -19,6 +19,7 @@ from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.instructions import Instruction
 from raydix.engine.core.objectives import Late
 from raydix.engine.core.types import (
+    AdapterReport,
     Admission,
     AdmitRequest,
     Assignment,
@@ -107,7 +108,9 @@ class FakeManager(ManagerClient):
         self.num_admits = 0
         self.is_away = False
 
-    async def workers(self, ingress_id: str, active: Sequence[str], process: ProcessName) -> Membership:
+    async def workers(
+        self, ingress_id: str, active: Sequence[str], process: ProcessName, adapters: AdapterReport
+    ) -> Membership:
         self.num_asked += 1
         return Membership(
             tuple(self.registered),
