@@ -67,8 +67,7 @@ class ServedModels:
 
     def take(self, loaded: Iterable[Adapter]) -> bool:
         """Know these adapters, and no others, as those that were loaded at run time; returns True if that is news."""
-        # What the configuration names goes first: it is the same at every replica from its start on.
-        listed = {adapter.name: adapter for adapter in loaded if adapter.name not in self.fixed_names}
+        listed = {adapter.name: adapter for adapter in loaded}
         is_news = listed != self._loaded
         self._loaded = listed
         return is_news
@@ -91,7 +90,9 @@ class ServedModels:
 
     def adapters(self, tenant: Tenant) -> list[Adapter]:
         """The adapters that a tenant's requests may name."""
-        every = (*self._configured.values(), *self._loaded.values())
+        # What the configuration names goes first: it is the same at every replica of this configuration.
+        loaded = [each for each in self._loaded.values() if each.name not in self.fixed_names]
+        every = (*self._configured.values(), *loaded)
         return [each for each in every if self._tenants.may_use(tenant, each.name)]
 
     def names(self, tenant: Tenant) -> tuple[str, ...]:
@@ -107,7 +108,7 @@ class ServedModels:
         if name is None:
             return None
         require_model(name, self.names(tenant))
-        return self._configured.get(name) or self._loaded.get(name)
+        return None if name == self.model.name else self._configured.get(name) or self._loaded.get(name)
 
 
 def require_model(name: str, names: tuple[str, ...]) -> None:

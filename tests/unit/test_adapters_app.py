@@ -91,3 +91,13 @@ def test_the_fingerprint_of_an_answer_is_of_the_adapters_weights(served: Served,
     assert of_adapter not in (FINGERPRINT, fingerprint(replica, "org/own"))
     other = Replica(tenants=replica.frontend.tenants, adapters=[Adapter("sql", SQL.folder, b"t" * 16)])
     assert fingerprint(other, "sql") != of_adapter, "the same name with other weights"
+
+
+def test_a_name_of_the_configuration_goes_before_one_that_was_loaded() -> None:
+    """A replica of another configuration may have loaded it; what is said of it is what was heard, all the same."""
+    models = Replica(adapters=[SQL]).models
+    loaded = [Adapter(name, "/adapters/late", b"l" * 16) for name in ("sql", MODEL, "late")]
+    assert models.take(loaded) and not models.take(loaded)
+    named = {name: models.adapter(name, Tenant("t")) for name in models.names(Tenant("t"))}
+    assert named == {MODEL: None, "sql": SQL, "late": loaded[2]}
+    assert models.report().known == tuple(loaded)
