@@ -60,6 +60,7 @@ class Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.first_at is None and b"data: " in data:
             self.first_at = time.perf_counter()
+        # The end of the stream may come in two pieces; no more than its length has to be kept.
         self._tail = (self._tail + data)[-64:]
         if b"data: [DONE]" in self._tail:
             self._transport.close()
@@ -73,6 +74,7 @@ class Stream(asyncio.Protocol):
 
 async def stream(port: int, num_tokens: int) -> Stream:
     """Run one request to its end."""
+    # Drawn anew, so that nothing of the prompt is found in the cache.
     prompt = [random.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)]
     fields = {"model": model_name(DEFAULT_MODEL), "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True}
     body = json.dumps({**fields, "stream": True}).encode()
@@ -103,6 +105,7 @@ async def first_token_ms(port: int) -> dict[str, float]:
 
 def load(port: int, streams: Sequence[int], num_tokens: int, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     """Medians of the rates by number of streams, and the times to the first token; runs in a process of its own."""
+    # Not counted: the first requests of a server are slower.
     asyncio.run(tokens_per_s(port, 4, 100))
     first = asyncio.run(first_token_ms(port))
     rates = {
@@ -135,6 +138,7 @@ def admits_per_s(manager: Any) -> float:
     under_way: list[Any] = []
     for batch in batches:
         under_way.append(manager.admit.remote(batch))
+        # Two at a time: with one the manager would rest while the answer travels.
         if len(under_way) == 2:
             assert None not in ray.get(under_way.pop(0))
 

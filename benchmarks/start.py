@@ -72,6 +72,8 @@ class Watch:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 key = (process.pid, process.create_time())
+                # Asked once of each process: reading an environment at every look would be most of the load that is
+                # measured.
                 if key in self._foreign:
                     continue
                 if key not in self.seen and not self._is_ours(process):
@@ -154,6 +156,7 @@ def measure(arguments: list[str], settle_s: float, idle_s: float) -> dict[str, A
         watch.look()
         started = dict(watch.seen)
 
+        # What goes on after the first token, such as a standby manager, is counted apart.
         time.sleep(settle_s)
         watch.look()
         settled = dict(watch.seen)
@@ -169,6 +172,7 @@ def measure(arguments: list[str], settle_s: float, idle_s: float) -> dict[str, A
         memory = {key: watch.seen[key] for key in watch.alive}
     finally:
         stopping = time.monotonic()
+        # Also after a failure: a server left over would disturb the next measurement.
         server.send_signal(signal.SIGTERM)
         try:
             server.communicate(timeout=STOP_TIMEOUT_S)

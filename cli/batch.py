@@ -151,9 +151,11 @@ def _answer(
                     on_progress=show,
                 )
             )
+            # A stop comes from another thread, and wakes no event loop.
             while not (await asyncio.wait({work}, timeout=LOOK_S))[0]:
                 if stop.is_set():
                     work.cancel()
+                    # Until the journal is closed: the next call opens it.
                     await asyncio.wait({work})
                     return None
             summary: BatchSummary = work.result()

@@ -171,6 +171,7 @@ async def _explained(server: ObservedServer, name: str) -> Any:
         rows = (await server.get("/v1/requests"))["requests"]
         if not rows:
             raise StartupError("the server has had no request yet, or not from this key's tenant")
+        # The rows under way come first, so the first row need not be the latest request.
         name = max(rows, key=lambda row: row["arrived_at"])["id"]
     return await server.get(f"/v1/requests/{quote(name, safe='')}/explain")
 
@@ -183,6 +184,7 @@ async def _follow(server: ObservedServer) -> None:
             rows |= {row["number"]: row for row in event["requests"]}
             newest = sorted(rows.values(), key=lambda row: (row["state"] == "ended", -row["number"]))
             num_shown = max(1, live.console.height - 4)
+            # Bounded, since events go on for ever; some more than are shown, for rows that move up when others end.
             rows = {row["number"]: row for row in newest[: 2 * num_shown]}
             live.update(Group(_counts(event["counts"]), _table(newest[:num_shown])), refresh=True)
 
@@ -216,6 +218,7 @@ def _table(rows: Iterable[Row]) -> Table:
 
 def _cells(row: Row) -> list[str]:
     first, ended = row["first_token_s"], row["ended_s"]
+    # The rate is that behind the first tokens, one for each choice, whose time is another figure.
     lasted = ended - first if ended is not None and first is not None else 0
     return [
         row["outcome"] if row["state"] == "ended" else row["state"],

@@ -140,6 +140,7 @@ class HandleCall(BaseModel):
 
 def _made_here(value: object, check: ValidatorFunctionWrapHandler) -> object:
     """Log-probabilities as they are, where the server made them: there may be a million."""
+    # Validating a tuple of tuples would copy each of them; what comes over a wire is no such tuple, and is checked.
     if isinstance(value, tuple) and all(at is None or isinstance(at, TokenLogprobs) for at in value):
         return value
     checked: Sequence[TokenLogprobs | None] | None = check(value)

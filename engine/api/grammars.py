@@ -32,6 +32,7 @@ def schema_grammar(
     `strict` holds the schema to OpenAI's rules; `is_closed` forbids properties that the schema does not describe;
     `options` are llguidance's. Raises RequestError naming the place below `param`.
     """
+    # First: all that follows goes through the schema by recursion, or expects texts as keys.
     require(shape_finding(schema), param)
     for path, each, _ in subschemas(schema):
         if OPTIONS_KEY in each:
@@ -85,6 +86,7 @@ def _name_before(text: str, end: int) -> str:
 def object_of(value: str | Mapping[str, Any], param: str) -> Mapping[str, Any]:
     """Return a JSON object, parsed if given as text."""
     if isinstance(value, str):
+        # Before it is parsed: parsing takes time and memory in proportion.
         short(value, param)
         try:
             value = json.loads(value)

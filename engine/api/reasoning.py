@@ -50,6 +50,8 @@ def effort_arguments(asked: ReasoningUse, template: str, *, has_reasoning: bool 
     always the same, and none for a hint that the template does not know. Raises RequestError if the template of a model
     that reasons has none, and the effort is no hint."""
     effort = asked.effort
+    # A name in the source of the template is enough: a template that only mentions it is given a variable that it does
+    # not use.
     if "reasoning_effort" in template:
         return {"reasoning_effort": effort}
     if "enable_thinking" in template:
@@ -76,6 +78,7 @@ def with_limit(
     opening, closing = map(encode, REASONING_TAGS)
     lead = lead_of(prompt)
     is_open = lead.is_open
+    # The closing tag is forced as one token; the opening one must be seen, unless the prompt has it.
     if len(closing) != 1 or not (is_open or len(opening) == 1):
         param = spec.reasoning.limit_param
         raise RequestError(
@@ -95,6 +98,7 @@ def with_lead(spec: GenerationSpec, prompt: str) -> GenerationSpec:
     if grammar is None:
         return spec
     is_open = begins_inside(prompt)
+    # The grammar would hold the reasoning to the form of the answer.
     if is_open and not spec.reasoning.is_separate:
         raise RequestError(
             f"'{spec.grammar_param}' together with 'separate_reasoning' false is not supported where the answer begins "

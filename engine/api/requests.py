@@ -192,6 +192,7 @@ class ChatCompletionRequest(HttpFields, ChatPromptFields, ToolFields, ReasoningF
             form=FormSpec(echo=bool(self.echo)),
             retention=RetentionSpec(store=bool(self.store)),
         )
+        # A chat asks twice: whether, and for how many. 0 is the token's own log-probability alone.
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return normal_form(self, asked, messages=self.messages, logprobs=logprobs)
 

@@ -80,15 +80,18 @@ class Chats:
         spec = reading.spec
         if spec.continued:
             found = await self._find(spec, private_salt)
+            # Some answers stand as text now, which makes another prompt: it is read anew, with these left out.
             if len(found) < len(spec.continued):
                 rest = replace(spec, continued=tuple(answer for answer, _ in found))
                 again = (await self._reader.read(rest, size_of(rest), tenant)).chat
                 assert again is not None
                 prompt = again
             work = partial(self._with_answers, prompt, found)
+            # In a thread where it takes long: the event loop passes the tokens of all streams on.
             is_long = sum(len(token_ids) for _, token_ids in found) > MANY_IDS
             prompt = await asyncio.to_thread(work) if is_long else work()
         goes_on_by_ids = spec.retention.store or (spec.turn is not None and spec.turn.is_stored)
+        # Only then is the text of this answer likely to stand behind this prompt again, in the next turn.
         is_plain = spec.chat_end is ChatEnd.ANSWER and not (
             goes_on_by_ids or spec.continued or spec.given_prompt or spec.truncation or spec.template.source
         )
@@ -150,6 +153,7 @@ class Chats:
             token_ids = known.get(str(each.reference))
             if token_ids is not None:
                 given.append((each, token_ids))
+            # Without the ids another answer might be generated: only a client that allows its text gets that.
             elif each.content is None or not spec.text_if_missing:
                 raise _not_found(each)
 
@@ -184,6 +188,7 @@ class Chats:
         num_whole = num_shown(token_ids, text, self._text_of)
         if num_whole is None:
             return None
+        # A stop string may have cut the answer within a token: the part that is shown is tokenized by itself.
         rest = text[len(self._text_of(token_ids[:num_whole])) :]
         return [*token_ids[:num_whole], *self._tokenizer.encode(rest, add_special_tokens=False)]
 

@@ -79,6 +79,7 @@ def asking(spec: GenerationSpec, *, leaves_question: bool = False) -> Generation
     else:
         messages.append({"role": "user", "content": REQUEST})
     assert spec.turn is not None
+    # The message that asks counts as input of the request, also where it was joined with one that came before.
     own = max(1, len(messages) - (len(spec.messages) - spec.turn.num_own))
     tools = spec.tools
     if tools is not None:
@@ -138,6 +139,7 @@ def begun_anew(messages: Sequence[ChatMessage], summary: str) -> str:
 def compacted(spec: GenerationSpec, text: str, item_id: str) -> GenerationSpec:
     """A request whose conversation has begun anew with the message `text`. The system's messages stay."""
     assert spec.turn is not None
+    # What the user has said is in the new message already.
     kept = [message for message in spec.messages if message["role"] == "system"]
     messages = (*kept, {"role": "user", "content": text})
     turn = replace(

@@ -46,6 +46,7 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
         ],
     }
 
+    # The latest first, and only as far as they are shown: there may be tens of thousands.
     own = (session for session in reversed(directory.sessions) if session.tenant == tenant)
     report["sessions"] = [
         {
