@@ -285,16 +285,16 @@ class ActorHost:
         predecessor, terms = await self._find_manager(), dict[str, object]()
         if predecessor is not None:
             try:
-                terms |= await answer(predecessor.prepare_succession(child.handle), ASK_TIMEOUT_S)
+                terms |= await answer(predecessor.succession.prepare_succession(child.handle), ASK_TIMEOUT_S)
             except (RayError, TimeoutError, AttributeError) as error:  # dead, silent, or of older code
                 logger.info("no manager hands over (%s)", type(error).__name__)
 
         await self._ready(child)
         if terms:
-            await answer(successor.expect_memory(), CHECK_TIMEOUT_S)
+            await answer(successor.succession.expect_memory(), CHECK_TIMEOUT_S)
         await announce_manager(name, self._app_name)
         if predecessor is not None and terms:
-            await answer(successor.take_over(predecessor.handle, terms), CHECK_TIMEOUT_S)
+            await answer(successor.succession.take_over(predecessor.handle, terms), CHECK_TIMEOUT_S)
 
     async def _find_manager(self) -> ManagerClient | None:
         """The manager announced last, alive or not; None if there is none, or Ray cannot say."""

@@ -131,8 +131,74 @@ class WorkerClient(ActorClient):
         return _sent(self.handle.unload_adapter.remote(adapter))
 
 
+class AnswersClient:
+    """The answers and responses that a manager keeps for later requests."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle: Any = handle
+
+    def recall(self, names: Sequence[bytes]) -> "Awaitable[list[array[int] | None]]":
+        return _sent(self.handle.recall.remote(names))
+
+    def remember(self, transcripts: "Sequence[tuple[bytes, array[int], str]]") -> Awaitable[list[bool]]:
+        return _sent(self.handle.remember.remote(transcripts))
+
+    def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str) -> Awaitable[bool]:
+        return _sent(self.handle.keep_response.remote(name, parent, data, tenant))
+
+    def replace_response(self, name: bytes, beginning: bytes, data: bytes) -> Awaitable[bool]:
+        return _sent(self.handle.replace_response.remote(name, beginning, data))
+
+    def renew_responses(self, claims: Sequence[tuple[bytes, bytes]]) -> Awaitable[tuple[list[bool], list[Abandoned]]]:
+        return _sent(self.handle.renew_responses.remote(claims))
+
+    def find_response(self, name: bytes, with_earlier: bool) -> Awaitable[list[bytes]]:
+        return _sent(self.handle.find_response.remote(name, with_earlier))
+
+    def delete_response(self, name: bytes) -> Awaitable[bool]:
+        return _sent(self.handle.delete_response.remote(name))
+
+
+class SuccessionClient:
+    """What one manager leaves to the next (`raydix.actors.manager.succession`)."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle: Any = handle
+
+    def prepare_succession(self, successor: Handle) -> Awaitable[Terms]:
+        return _sent(self.handle.prepare_succession.remote([successor]))
+
+    def expect_memory(self) -> Awaitable[None]:
+        return _sent(self.handle.expect_memory.remote())
+
+    def take_over(self, predecessor: Handle, others: Terms) -> Awaitable[None]:
+        return _sent(self.handle.take_over.remote([predecessor], others))
+
+    def retire(self) -> Awaitable[list[Handle]]:
+        return _sent(self.handle.retire.remote())
+
+    def memory(self) -> Awaitable[Memory]:
+        return _sent(self.handle.memory.remote())
+
+    def offers(self) -> Awaitable[list[Offer]]:
+        return _sent(self.handle.offers.remote())
+
+    def copies(self, segment_ids: Sequence[int]) -> "AsyncIterable[ObjectRef[Any]]":
+        """References to copies of the payloads of these segments, which belong to the caller; None for a segment that
+        is gone."""
+        return _streamed(self.handle.copies.remote(segment_ids))
+
+    def moved_away(self, segment_ids: Sequence[int]) -> Awaitable[None]:
+        return _sent(self.handle.moved_away.remote(segment_ids))
+
+
 class ManagerClient(ActorClient):
     """One incarnation of the manager (`raydix.actors.manager.kv_cache_manager.KVCacheManager`)."""
+
+    def __init__(self, handle: Handle) -> None:
+        super().__init__(handle)
+        self.answers = AnswersClient(handle)
+        self.succession = SuccessionClient(handle)
 
     def reconfigure(
         self,
@@ -201,53 +267,6 @@ class ManagerClient(ActorClient):
 
     def reset_cache(self) -> Awaitable[dict[str, int]]:
         return _sent(self.handle.reset_cache.remote())
-
-    def recall(self, names: Sequence[bytes]) -> "Awaitable[list[array[int] | None]]":
-        return _sent(self.handle.recall.remote(names))
-
-    def remember(self, transcripts: "Sequence[tuple[bytes, array[int], str]]") -> Awaitable[list[bool]]:
-        return _sent(self.handle.remember.remote(transcripts))
-
-    def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str) -> Awaitable[bool]:
-        return _sent(self.handle.keep_response.remote(name, parent, data, tenant))
-
-    def replace_response(self, name: bytes, beginning: bytes, data: bytes) -> Awaitable[bool]:
-        return _sent(self.handle.replace_response.remote(name, beginning, data))
-
-    def renew_responses(self, claims: Sequence[tuple[bytes, bytes]]) -> Awaitable[tuple[list[bool], list[Abandoned]]]:
-        return _sent(self.handle.renew_responses.remote(claims))
-
-    def find_response(self, name: bytes, with_earlier: bool) -> Awaitable[list[bytes]]:
-        return _sent(self.handle.find_response.remote(name, with_earlier))
-
-    def delete_response(self, name: bytes) -> Awaitable[bool]:
-        return _sent(self.handle.delete_response.remote(name))
-
-    def prepare_succession(self, successor: Handle) -> Awaitable[Terms]:
-        return _sent(self.handle.prepare_succession.remote([successor]))
-
-    def expect_memory(self) -> Awaitable[None]:
-        return _sent(self.handle.expect_memory.remote())
-
-    def take_over(self, predecessor: Handle, others: Terms) -> Awaitable[None]:
-        return _sent(self.handle.take_over.remote([predecessor], others))
-
-    def retire(self) -> Awaitable[list[Handle]]:
-        return _sent(self.handle.retire.remote())
-
-    def memory(self) -> Awaitable[Memory]:
-        return _sent(self.handle.memory.remote())
-
-    def offers(self) -> Awaitable[list[Offer]]:
-        return _sent(self.handle.offers.remote())
-
-    def copies(self, segment_ids: Sequence[int]) -> "AsyncIterable[ObjectRef[Any]]":
-        """References to copies of the payloads of these segments, which belong to the caller; None for a segment that
-        is gone."""
-        return _streamed(self.handle.copies.remote(segment_ids))
-
-    def moved_away(self, segment_ids: Sequence[int]) -> Awaitable[None]:
-        return _sent(self.handle.moved_away.remote(segment_ids))
 
 
 async def find_manager(app_name: str) -> ManagerClient | None:

@@ -117,25 +117,25 @@ class ManagerAnswers:
         self._manager = manager
 
     async def remember(self, transcripts: "Sequence[tuple[bytes, array[int], str]]") -> list[bool]:
-        return await self._manager.ask(lambda manager: manager.remember(transcripts))
+        return await self._manager.ask(lambda manager: manager.answers.remember(transcripts))
 
     async def recall(self, names: Sequence[bytes]) -> "list[array[int] | None]":
-        return await self._manager.ask(lambda manager: manager.recall(names))
+        return await self._manager.ask(lambda manager: manager.answers.recall(names))
 
     async def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str) -> bool:
-        return await self._manager.ask(lambda manager: manager.keep_response(name, parent, data, tenant))
+        return await self._manager.ask(lambda manager: manager.answers.keep_response(name, parent, data, tenant))
 
     async def replace_response(self, name: bytes, beginning: bytes, data: bytes) -> bool:
-        return await self._manager.ask(lambda manager: manager.replace_response(name, beginning, data))
+        return await self._manager.ask(lambda manager: manager.answers.replace_response(name, beginning, data))
 
     async def renew_responses(self, claims: Sequence[tuple[bytes, bytes]]) -> tuple[list[bool], list[Abandoned]]:
-        return await self._manager.ask(lambda manager: manager.renew_responses(claims))
+        return await self._manager.ask(lambda manager: manager.answers.renew_responses(claims))
 
     async def find_response(self, name: bytes, with_earlier: bool) -> list[bytes]:
-        return await self._manager.ask(lambda manager: manager.find_response(name, with_earlier))
+        return await self._manager.ask(lambda manager: manager.answers.find_response(name, with_earlier))
 
     async def delete_response(self, name: bytes) -> bool:
-        return await self._manager.ask(lambda manager: manager.delete_response(name))
+        return await self._manager.ask(lambda manager: manager.answers.delete_response(name))
 
 
 def _out_of_reach() -> ServiceError:

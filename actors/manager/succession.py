@@ -132,12 +132,12 @@ class Succession:
         began, client = time.monotonic(), ManagerClient(predecessor)
         num_segments = 0
         try:
-            for worker in await answer(client.retire(), ANSWER_S):
+            for worker in await answer(client.succession.retire(), ANSWER_S):
                 self._background.start(quietly(WorkerClient(worker).register_again()))
             if reason := disagreement(self._terms(), others):
                 logger.warning("nothing is taken over: %s", reason, extra=about("not_taken_over", reason=reason))
                 return
-            self._memory.take_over(await answer(client.memory(), ANSWER_S))
+            self._memory.take_over(await answer(client.succession.memory(), ANSWER_S))
             self._has_memory.set()
             num_segments = await self._take_segments(client)
         except (RayError, TimeoutError) as error:
@@ -153,7 +153,7 @@ class Succession:
     async def _take_segments(self, client: ManagerClient) -> int:
         """Copy the predecessor's segments, the most valuable first; returns their number."""
         segments, now = self._directory.stock.segments, time.time()
-        offers = await answer(client.offers(), ANSWER_S)
+        offers = await answer(client.succession.offers(), ANSWER_S)
         node = offers[0].node if offers else ""
         # Copies go into the object store of the predecessor's node: its part of the budget has room for them.
         room_bytes = segments.store_budget_bytes - segments.node_bytes[node]
@@ -174,14 +174,14 @@ class Succession:
 
     async def _take_batch(self, client: ManagerClient, batch: Sequence[Offer], taken: list[int]) -> None:
         segment_ids = [offer.segment_id for offer in batch]
-        stream = aiter(client.copies(segment_ids))
+        stream = aiter(client.succession.copies(segment_ids))
         for offer in batch:
             ref = await anext(stream)
             if await ref is not None:
                 segment, instructions = self._directory.stock.exported(offer.header, ref, time.time(), node=offer.node)
                 self._executor.carry_out(instructions)
                 taken.append(segment.segment_id)
-        await client.moved_away(segment_ids)
+        await client.succession.moved_away(segment_ids)
 
     def _terms(self) -> Terms:
         return terms(self._directory.costs.block_size, self._directory.stock.keeps_segments)

@@ -1,17 +1,23 @@
 """The clients' methods are those of the actors."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from raydix.actors.manager.kv_cache_manager import KVCacheManager
-from raydix.actors.rpc import ActorClient, ManagerClient, WorkerClient
+from raydix.actors.rpc import ActorClient, AnswersClient, ManagerClient, SuccessionClient, WorkerClient
 from raydix.actors.worker.worker import Worker
 
+PAIRS: Sequence[tuple[type, type]] = (
+    (Worker, WorkerClient),
+    (KVCacheManager, ManagerClient),
+    (KVCacheManager, AnswersClient),
+    (KVCacheManager, SuccessionClient),
+)
 METHODS = [
     (actor, client, name)
-    for actor, client in ((Worker, WorkerClient), (KVCacheManager, ManagerClient))
+    for actor, client in PAIRS
     for name, member in inspect.getmembers(client, inspect.isfunction)
     if not name.startswith("_") and member is not ActorClient.kill
 ]
@@ -27,6 +33,6 @@ def parameters(method: Callable[..., object]) -> list[str]:
 
 
 @pytest.mark.parametrize(("actor", "client", "name"), METHODS)
-def test_a_client_calls_what_its_actor_has(actor: type, client: type[ActorClient], name: str) -> None:
+def test_a_client_calls_what_its_actor_has(actor: type, client: type, name: str) -> None:
     theirs = parameters(getattr(actor, name))
     assert theirs == parameters(getattr(client, name))
