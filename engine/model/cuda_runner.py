@@ -21,6 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from raydix.engine.core.types import SamplingParams
 from raydix.engine.core.worker.step import RunnerOutput, ScheduledChunk, SchedulerOutput
 from raydix.engine.model.adapter_store import AdapterStore
 from raydix.engine.model.cuda import Graphs
@@ -35,6 +36,14 @@ MAX_TOKENS = 1 << 24
 """Rows times context of one graph: bounds its block tables, and the splits that attention's kernels are started for."""
 FIELDS = 4
 PADDING = (0, 0, -1, 1)
+CHUNK = 128
+"""Tokens of the shortest chunk for which kernels are chosen by the number of tokens."""
+SHORT = 32
+"""Tokens of a chunk that attention counts among those of many queries, though they are few."""
+EVERYTHING = SamplingParams(
+    max_tokens=1, top_k=1, presence_penalty=1.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
+)
+"""Takes every kernel of sampling; those of a request without wishes are the same with a choice less."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -163,13 +172,28 @@ class CudaRunner(ModelRunner):
         return self._replays[shape]()[: _num_rows(chunks)]
 
     def warm_up(self, num_tokens: int) -> None:
-        """Run a chunk of so many tokens that stores nothing, unless a chunk as long has run: compiles the kernels of
-        prefill and sampling before a request needs them, and finds out whether the memory suffices."""
+        """Run steps of up to so many tokens that store nothing, unless a step as large has run: compiles every variant
+        of the kernels that a step outside of the graphs may need before a request waits for it, and finds out whether
+        the memory suffices."""
         block_size = self.kv_pool.block_size
-        num_tokens = min(num_tokens, self.decoder.max_position, self.kv_pool.num_blocks * block_size)
-        if num_tokens > self._warm_tokens:
-            self.run(made_up_step(num_tokens, block_size, logprobs=1))
-            self._warm_tokens = num_tokens
+        longest = min(self.decoder.max_position, self.kv_pool.num_blocks * block_size)
+        num_tokens = min(num_tokens, longest)
+        if num_tokens <= self._warm_tokens:
+            return
+        step = partial(made_up_step, block_size=block_size)
+        # The largest first, since the memory that it takes serves the others. Tiles of products double with the tokens.
+        self.run(step([num_tokens], sampling=EVERYTHING))
+        length = num_tokens
+        while (length := _halved(length)) >= CHUNK:
+            self.run(step([length]))
+        # A short chunk behind a long context: attention cuts the context into parts.
+        short = min(SHORT, num_tokens)
+        self.run(step([short], start=longest - short))
+        # A chunk among as many requests that decode as there may be: attention has enough to do without that.
+        most = max((shape.rows for shape in self.shapes), default=1)
+        if num_tokens > most + 1:
+            self.run(step([*[1] * most, min(CHUNK, num_tokens - most)]))
+        self._warm_tokens = num_tokens
 
     @torch.inference_mode()
     def _decode(self, shape: GraphShape) -> Tensor:
@@ -187,6 +211,11 @@ class CudaRunner(ModelRunner):
             max_query_len=1,
         )
         return self.decoder.hidden(batch, self.kv_pool)
+
+
+def _halved(length: int) -> int:
+    """The largest power of two below."""
+    return 1 << (length - 1).bit_length() - 1
 
 
 def _num_rows(chunks: Sequence[ScheduledChunk]) -> int:

@@ -24,6 +24,8 @@ from raydix.engine.model.pooling import pooled_states, sums_of
 from raydix.engine.model.sampler import sample_requests, score_tokens
 from raydix.engine.model.sizes import SCORED_ROWS
 
+PLAIN = SamplingParams(max_tokens=1)
+
 
 class Runner(Protocol):
     """Interface between the engine and a model."""
@@ -82,7 +84,7 @@ class ModelRunner:
 
     def check(self) -> None:
         """Run a step of one token that reads and stores no request's KV, and sample from it."""
-        self.run(made_up_step(1, self.kv_pool.block_size))
+        self.run(made_up_step([1], self.kv_pool.block_size))
 
     def warm_up(self, num_tokens: int) -> None:
         """Nothing: the kernels of a CPU are the same for steps of any size."""
@@ -159,22 +161,29 @@ class NullRunner:
         """Do nothing: no kernel is to be compiled."""
 
 
-def made_up_step(num_tokens: int, block_size: int, logprobs: int | None = None) -> SchedulerOutput:
-    """Make a step of one made-up request: a chunk of so many tokens, of which nothing is stored."""
-    sampling = SamplingParams(max_tokens=1, logprobs=logprobs)
+def made_up_step(
+    lengths: Sequence[int], block_size: int, sampling: SamplingParams = PLAIN, start: int = 0
+) -> SchedulerOutput:
+    """Make a step of made-up requests: of each a chunk of so many tokens from position `start` on, of which nothing is
+    stored, and whose end is sampled as `sampling` says."""
+    return SchedulerOutput(tuple(_made_up(length, block_size, sampling, start) for length in lengths), ())
+
+
+def _made_up(length: int, block_size: int, sampling: SamplingParams, start: int) -> ScheduledChunk:
+    end = start + length
     assignment = Assignment(
         request_id="made up",
         attempt=0,
         stage=Stage.WHOLE,
-        token_ids=(0,) * num_tokens,
-        num_prompt_tokens=num_tokens,
+        token_ids=(0,) * end,
+        num_prompt_tokens=end,
         sampling=sampling,
         reply_to="",
     )
     request = Request(assignment, BlockChain(root_hash("made up"), assignment.salt, block_size), 0)
     # Any blocks will do: nothing is stored (`store_from` is the end), and what attention reads there does not matter.
-    request.blocks += range(-(-num_tokens // block_size))
-    return SchedulerOutput((ScheduledChunk(request, 0, num_tokens, num_tokens, samples=True),), ())
+    request.blocks += range(-(-end // block_size))
+    return ScheduledChunk(request, start, length, end, samples=True)
 
 
 class Span(NamedTuple):

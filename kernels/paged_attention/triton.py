@@ -29,6 +29,7 @@ from raydix.kernels.gpu import is_hopper, multiprocessors, shared_memory
 
 SPLIT = 512
 DETERMINISTIC_SPLIT = 1024
+BLOCK_SPLITS = 64
 UNROLL = 8
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 2**31 - 1
@@ -228,7 +229,17 @@ def _attend_range(
     return m, total, acc
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_tiles", "num_few"])
+# What differs from step to step specialises no kernel: a variant that a step needs first is compiled while it waits.
+@triton.jit(
+    do_not_specialize=[
+        "stride_tables_sequence",
+        "num_sequences",
+        "num_tiles",
+        "num_few",
+        "num_splits",
+        "split_size",
+    ]
+)
 def _attend_kernel(
     query_ptr,
     key_cache_ptr,
@@ -431,7 +442,7 @@ def _attend_kernel(
             tl.store(lse_ptr + tokens * num_heads + heads, (m + tl.log2(total)) * 0.6931471805599453, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_few"])
+@triton.jit(do_not_specialize=["num_sequences", "num_few", "num_splits", "split_size"])
 def _combine_kernel(
     part_acc_ptr,
     part_max_ptr,
@@ -457,7 +468,7 @@ def _combine_kernel(
 ):
     """out = sum over splits i of 2^(max_i - max) acc_i / the same sum of sum_i, in ascending order of i.
 
-    Tensors as in `_attend_kernel`; BLOCK_SPLITS is num_splits rounded up to a power of two.
+    Tensors as in `_attend_kernel`; BLOCK_SPLITS is a number of splits whose maxima are looked at together.
 
     One program handles one query and one head.
     """
@@ -491,9 +502,12 @@ def _combine_kernel(
     first_split = tl.maximum(position - window + 1, 0) // split_size
     last_split = position // split_size
     parts = (row.to(tl.int64) * NUM_HEADS + head) * num_splits
-    splits = tl.arange(0, BLOCK_SPLITS)
-    used = (splits >= first_split) & (splits <= last_split)
-    m = tl.max(tl.load(part_max_ptr + parts + splits, mask=used, other=float("-inf")), axis=0)
+    maxima = tl.full((BLOCK_SPLITS,), float("-inf"), dtype=tl.float32)
+    for start in range(0, num_splits, BLOCK_SPLITS):
+        splits = start + tl.arange(0, BLOCK_SPLITS)
+        used = (splits >= first_split) & (splits <= last_split)
+        maxima = tl.maximum(maxima, tl.load(part_max_ptr + parts + splits, mask=used, other=float("-inf")))
+    m = tl.max(maxima, axis=0)
 
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
@@ -724,7 +738,9 @@ def _launch(
     num_splits = triton.cdiv(batch.max_context_len, split_size) if is_parallel else 1
     shape = (num_rows, num_heads, num_splits) if is_parallel else (0, 0, 0)
     part_acc = torch.empty((*shape, head_dim), device=query.device)
-    part_max, part_sum = torch.empty((2, *shape), device=query.device)
+    # Each in memory of its own: the second half of one tensor begins at no multiple of 16 bytes with some numbers of
+    # rows, for which Triton compiles another variant.
+    part_max, part_sum = (torch.empty(shape, device=query.device) for _ in range(2))
     lse = part_sum if batch.lse is None else batch.lse
     scale, cap = batch.scale * LOG2_E, 0.0
     if batch.soft_cap is not None:
@@ -796,7 +812,7 @@ def _launch(
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             BLOCK_D=batch.block_d,
-            BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+            BLOCK_SPLITS=BLOCK_SPLITS,
             UNROLL=UNROLL,
             IS_FEW=is_few,
             HAS_LSE=batch.lse is not None,

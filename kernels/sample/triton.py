@@ -327,7 +327,7 @@ def _choose_kernel(
     tl.store(token_ids_ptr + row, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["widest"])
 def _top_kernel(logprobs_ptr, wanted_ptr, top_ids_ptr, top_logprobs_ptr, vocabulary, widest, BLOCK: tl.constexpr):
     """The wanted[row] largest entries of a row, largest first, ties by id; NaN counts as -inf. The rest is zero.
 
@@ -414,7 +414,8 @@ def _draw(z: Tensor, controls: Controls, tokens: Tensor, cuts: bool) -> None:
     p = bounds = last_ties = z  # not read where nothing is cut
     if cuts:
         p = torch.softmax(z / torch.where(temperature == 0, 1.0, temperature)[:, None], -1)
-        bounds, last_ties = torch.empty((2, batch), dtype=torch.int32, device=z.device)
+        # Each begins at a multiple of 16 bytes, so that the number of rows makes no other variant of the kernels.
+        bounds, last_ties = (torch.empty(batch, dtype=torch.int32, device=z.device) for _ in range(2))
         _bound_kernel[(batch,)](
             p,
             controls.top_k,

@@ -72,7 +72,7 @@ class Launch(NamedTuple):
 
 
 @contextmanager
-def recorded(target: int) -> Iterator[list[Launch]]:
+def recorded(target: int, num_multiprocessors: int = MULTIPROCESSORS) -> Iterator[list[Launch]]:
     """Yield the list of the block's launches, which are not run, as on a GPU of this compute capability."""
     launches: list[Launch] = []
 
@@ -82,12 +82,34 @@ def recorded(target: int) -> Iterator[list[Launch]]:
     hopper, shared = mock.Mock(return_value=target == 90), mock.Mock(return_value=SHARED_KIB[target] * KIB)
     with (
         mock.patch.object(JITFunction, "__getitem__", launcher),
-        mock.patch.multiple(matmul, is_hopper=hopper, multiprocessors=lambda device: MULTIPROCESSORS),
+        mock.patch.multiple(matmul, is_hopper=hopper, multiprocessors=lambda device: num_multiprocessors),
         mock.patch.multiple(
-            attention, is_hopper=hopper, multiprocessors=lambda device: MULTIPROCESSORS, shared_memory=shared
+            attention, is_hopper=hopper, multiprocessors=lambda device: num_multiprocessors, shared_memory=shared
         ),
     ):
         yield launches
+
+
+def variant(launch: Launch) -> tuple[object, ...]:
+    """What Triton compiles the launch's kernel for: a launch of another variant is compiled anew."""
+    kernel = launch.kernel
+    given = dict(zip(kernel.arg_names, launch.arguments, strict=False)) | launch.options
+    options = sorted((name, value) for name, value in launch.options.items() if name not in kernel.arg_names)
+    return (
+        kernel.fn.__name__,
+        *(_specialised(parameter, given[parameter.name]) for parameter in kernel.params),
+        *options,
+    )
+
+
+def _specialised(parameter: Any, value: Any) -> tuple[object, ...]:
+    if parameter.is_constexpr or (type(value) is int and value == 1 and not parameter.do_not_specialize):
+        return parameter.name, value
+    if isinstance(value, Tensor):
+        # On a device memory begins at multiples of 512 bytes, so that a tensor is aligned as its place in there is.
+        return parameter.name, _type_of(value), value.storage_offset() * value.element_size() % 16 == 0
+    is_multiple = type(value) is int and value % 16 == 0 and not parameter.do_not_specialize
+    return parameter.name, _type_of(value), is_multiple
 
 
 def compiled(launch: Launch, target: int) -> Compiled:

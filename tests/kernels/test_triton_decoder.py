@@ -6,12 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-import raydix.engine.model.decoder
-import raydix.engine.model.sampler
-import raydix.kernels.linear
-import raydix.kernels.sample
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.settings import DraftLimits, SchedulerLimits
 from raydix.engine.core.types import Assignment, DraftSource, SamplingParams, Stage
@@ -27,17 +22,9 @@ from raydix.engine.model.engine import Engine
 from raydix.engine.model.families import config_of
 from raydix.engine.model.runner import ModelRunner
 from raydix.engine.model.weights import RandomTensors
-from raydix.kernels.batch_invariant_matmul.triton import batch_invariant_matmul_triton
-from raydix.kernels.linear import PackedLinear
-from raydix.kernels.linear.packing import Layout
-from raydix.kernels.paged_attention.triton import paged_attention_triton
-from raydix.kernels.rms_norm.triton import rms_norm_triton
-from raydix.kernels.rotary_kv_store.triton import rotary_kv_store_triton
-from raydix.kernels.sample import Controls
-from raydix.kernels.sample.triton import sample_triton
-from raydix.kernels.silu_and_mul.triton import silu_and_mul_triton
 from tests.cuda_stand_ins import Repetition
 from tests.kernels.triton_cases import DEVICE
+from tests.kernels.triton_engine import take_triton_kernels
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 24, 96
 LIMITS = SchedulerLimits(token_budget=96, max_requests=4)
@@ -58,18 +45,6 @@ CONFIG = config_of(
 Outputs = dict[str, list[tuple[int | None, tuple[float, ...]]]]
 
 
-def invariant(
-    weight: Tensor, bias: Tensor | None = None, *, int8: bool = False, deterministic: bool = False
-) -> PackedLinear:
-    assert deterministic and not int8
-    return PackedLinear(weight, None, bias, weight.shape[1], weight.shape[0], Layout.INVARIANT)
-
-
-def sample_on_device(logits: Tensor, controls: Controls, **given: object) -> object:
-    wanted = given.pop("num_logprobs", None) or [None] * len(logits)
-    return sample_triton(logits, controls, wanted=[-1 if n is None else n for n in wanted], **given)  # type: ignore
-
-
 def make_decoder(device: torch.device | str) -> Decoder:
     return Decoder(CONFIG, RandomTensors(CONFIG), torch.bfloat16, device, deterministic=True)
 
@@ -78,13 +53,7 @@ def make_decoder(device: torch.device | str) -> Decoder:
 def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
     """A decoder on the GPU; without one, on the CPU with the kernels that a GPU would run."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(raydix.engine.model.decoder, "pack_weight", invariant)
-        monkeypatch.setattr(raydix.kernels.linear, "batch_invariant_matmul", batch_invariant_matmul_triton)
-        monkeypatch.setattr(raydix.engine.model.decoder, "rms_norm", rms_norm_triton)
-        monkeypatch.setattr(raydix.engine.model.decoder, "rotary_kv_store", rotary_kv_store_triton)
-        monkeypatch.setattr(raydix.engine.model.decoder, "paged_attention", paged_attention_triton)
-        monkeypatch.setattr(raydix.engine.model.decoder, "silu_and_mul", silu_and_mul_triton)
-        monkeypatch.setattr(raydix.engine.model.sampler, "sample", sample_on_device)
+        take_triton_kernels(monkeypatch)
     return make_decoder(DEVICE)
 
 

@@ -141,7 +141,7 @@ def test_more_rows_than_tokens_are_refused(tmp_path: Path) -> None:
     if not decoder.runs_in_one_call:
         pytest.skip(NO_PRODUCT)
     pool = KVPool(decoder.config, 2, 16, torch.bfloat16)
-    batch = build_batch(made_up_step(2, 16).chunks, 16, torch.device("cpu"))
+    batch = build_batch(made_up_step([2], 16).chunks, 16, torch.device("cpu"))
     twice = replace(batch, logits_rows=torch.tensor([0, 1, 1]))
     with pytest.raises(ValueError, match="more than the batch has tokens"):
         decoder.hidden(twice, pool)
