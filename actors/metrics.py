@@ -1,5 +1,6 @@
 """Declarations of all metrics. Ray exports them under these names with the prefix `ray_`, `/metrics` without it."""
 
+from collections import Counter as Counts
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,12 @@ from raydix.engine.core.errors import (
     RaydixError,
     RequestError,
 )
-from raydix.engine.core.types import DraftSource, Role
+from raydix.engine.core.manager.explain import HITS, BlockSource
+from raydix.engine.core.types import DraftSource, EvictionReason, Role
 from raydix.engine.core.worker.drafts.draft import DEPTHS, DraftCounts, by_depth
 
 if TYPE_CHECKING:
+    from raydix.engine.core.manager.directory import Directory
     from raydix.engine.core.manager.explain import Decision
     from raydix.engine.core.worker.request import Request
     from raydix.engine.model.engine import Engine
@@ -42,6 +45,8 @@ LOADED = "loaded"
 HOLDS = ("loop", "lock")
 """Kinds of holds that a process's watchdog finds: a turn of the event loop, the interpreter's lock."""
 DUTIES = (Role.PREFILL, Role.DECODE, Role.MIXED)
+_LENGTHS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000]
+"""Bounds of numbers of tokens."""
 _LATENCY_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
 
 
@@ -88,6 +93,8 @@ class WorkerMetrics:
         self._idle = counter("raydix_idle_requests", "Requests at idle priority, by what became of them.", "outcome")
         self._running = gauge("raydix_running_requests", "Requests that hold blocks.")
         self._waiting = gauge("raydix_waiting_requests", "Requests that wait for blocks, imports or their turn.")
+        self._blocks = gauge("raydix_blocks", "Blocks of the pool.")
+        self._usage = gauge("raydix_kv_usage", "Share of the pool's blocks that requests hold, 0 to 1.")
         self._available = gauge("raydix_available_blocks", "Blocks that are free or cached by nobody's request.")
         self._cached = gauge("raydix_cached_blocks", "Blocks that nobody holds and that can still be hit.")
         queue_s = Histogram(
@@ -127,6 +134,8 @@ class WorkerMetrics:
         self._flush_counts(asdict(engine.preemptions) | asdict(engine.scheduler.idle.counts) | _named(drafts))
         self._running.set(len(engine.scheduler.running))
         self._waiting.set(engine.scheduler.num_waiting)
+        self._blocks.set(engine.pool.num_blocks)
+        self._usage.set(1 - engine.pool.num_available / engine.pool.num_blocks)
         self._available.set(engine.pool.num_available)
         self._cached.set(engine.pool.num_cached)
 
@@ -197,6 +206,55 @@ class ManagerMetrics:
         )
         self._elastic, self._wanted = GaugeInstrument(elastic), GaugeInstrument(wanted)
 
+        def gauge(name: str, description: str, *keys: str) -> GaugeInstrument:
+            return GaugeInstrument(Gauge(name, description=description, tag_keys=keys))
+
+        def counter(name: str, description: str, key: str) -> CounterInstrument:
+            return CounterInstrument(Counter(name, description=description, tag_keys=(key,)))
+
+        self._workers = gauge("raydix_workers", "Workers that are registered, by role.", "role")
+        self._index = gauge("raydix_index_blocks", "Blocks whose places or producers are known.")
+        self._segments = gauge("raydix_segment_bytes", "Exported KV in the object store and on disk.", "place")
+        self._segment_budget = gauge("raydix_segment_budget_bytes", "Room for exported KV.", "place")
+        self._paused = gauge("raydix_paused_sessions", "Sessions whose requests wait for their turn.")
+        self._hit = counter("raydix_hit_blocks", "Blocks of admitted prompts that were found, by place.", "source")
+        self._missed = counter("raydix_missed_blocks", "Blocks of admitted prompts to compute, by reason.", "reason")
+        self._evicted = counter("raydix_evicted_blocks", "Blocks that left a place, by reason.", "reason")
+        self._hit.begin(source=sorted(map(str, HITS)))
+        self._missed.begin(reason=sorted(map(str, {*BlockSource} - HITS)))
+        self._evicted.begin(reason=sorted(map(str, EvictionReason)))
+        self._reported: Counts[str] = Counts()
+        """Counts that were reported, by metric and value of its tag."""
+
+    def look(self, directory: "Directory") -> None:
+        """Report the state of the directory, and what its counts have grown by since the last look."""
+        roles = Counts(worker.role for worker in directory.fleet.values())
+        for role in Role:
+            self._workers.set(roles[role], {"role": str(role)})
+        self._index.set(len(directory.stock.blocks))
+        segments = directory.stock.segments
+        for place, num_bytes, budget in (
+            ("store", segments.store_bytes, segments.store_budget_bytes),
+            ("disk", segments.disk_bytes, segments.disk_budget_bytes),
+        ):
+            self._segments.set(num_bytes, {"place": place})
+            self._segment_budget.set(budget, {"place": place})
+        self._paused.set(directory.turns.num_paused)
+
+        for source, count in directory.statistics.sources.items():
+            if source in HITS:
+                self._grow(self._hit, "source", str(source), count)
+            else:
+                self._grow(self._missed, "reason", str(source), count)
+        for reason, count in directory.statistics.evicted_blocks.items():
+            self._grow(self._evicted, "reason", str(reason), count)
+
+    def _grow(self, metric: CounterInstrument, key: str, value: str, count: int) -> None:
+        name = f"{metric.metric.info['name']} {value}"
+        if count > self._reported[name]:
+            metric.inc(count - self._reported[name], {key: value})
+            self._reported[name] = count
+
     def duties(self, duties: Sequence[Role]) -> None:
         """Report the duties of the elastic workers, once there have been such workers."""
         self._has_elastic = self._has_elastic or bool(duties)
@@ -236,8 +294,8 @@ class IngressMetrics:
             metric = kinds.Counter(name, description=description, tag_keys=_keys(*keys))
             return CounterInstrument(metric, tags)
 
-        def histogram(name: str, description: str) -> HistogramInstrument:
-            metric = kinds.Histogram(name, description=description, boundaries=_LATENCY_S)
+        def histogram(name: str, description: str, bounds: Sequence[float] = _LATENCY_S) -> HistogramInstrument:
+            metric = kinds.Histogram(name, description=description, boundaries=[*map(float, bounds)])
             return HistogramInstrument(metric, tags)
 
         self._requests = counter("raydix_requests", "Requests by how they ended.", "tenant", "outcome")
@@ -257,6 +315,12 @@ class IngressMetrics:
         self._adapter_generated = counter("raydix_adapter_generation_tokens", f"Tokens generated, {whose}", "adapter")
         self._ttft_s = histogram("raydix_ttft_seconds", "Arrival to first token.")
         self._tpot_s = histogram("raydix_tpot_seconds", "Mean time per token after the first.")
+        self._duration_s = histogram("raydix_request_seconds", "Arrival to end, of requests that did not fail.")
+        self._decode_s = histogram("raydix_decode_seconds", "First token to end, of requests that did not fail.")
+        self._prompt_lengths = histogram("raydix_request_prompt_tokens", "Prompt tokens of a request.", _LENGTHS)
+        self._answer_lengths = histogram(
+            "raydix_request_generation_tokens", "Tokens generated for a request, of all its choices.", _LENGTHS
+        )
         self._lookups = counter(
             "raydix_transcript_lookups",
             "Answers that chats went on from by reference, by whether their token ids were known.",
@@ -308,6 +372,13 @@ class IngressMetrics:
             if request.num_generated:
                 self._adapter_generated.inc(request.num_generated, tags={"adapter": adapter})
 
+        self._prompt_lengths.observe(request.num_prompt)
+        self._answer_lengths.observe(request.num_generated)
+        # What failed has no duration that a client could have hoped for.
+        if request.outcome != "failed":
+            self._duration_s.observe(request.duration_s)
+            if request.decode_s is not None:
+                self._decode_s.observe(request.decode_s)
         if request.ttft_s is not None:
             self._ttft_s.observe(request.ttft_s)
         if request.tpot_s is not None:

@@ -28,7 +28,8 @@ from mkdocs.structure.files import File, Files
 from pydantic import BaseModel
 from ray.util.metrics import Metric
 
-from raydix.actors.ingress.cluster_metrics import UP
+from raydix.actors.ingress.cluster_metrics import BUILD_INFO, UP
+from raydix.actors.ingress.vllm_names import NAMES as VLLM_NAMES
 from raydix.actors.instruments import instruments_of
 from raydix.actors.metrics import HoldMetrics, IngressMetrics, ManagerMetrics, WorkerMetrics
 from raydix.cli.main import parser
@@ -381,7 +382,18 @@ def metrics_page() -> str:
         "`GET /metrics` from the start, too.",
         *chain.from_iterable((f"## {name}", _metric_table(group, values)) for name, group in groups.items()),
         "## `/metrics` alone",
-        _table(("metric", "kind", "tags", ""), [(f"`{UP.name}`", UP.kind, "`process`, `kind`", UP.description)]),
+        _table(
+            ("metric", "kind", "tags", ""),
+            [
+                (f"`{UP.name}`", UP.kind, "`process`, `kind`", UP.description),
+                (f"`{BUILD_INFO.name}`", BUILD_INFO.kind, "`version`, `model`", BUILD_INFO.description),
+            ],
+        ),
+        "Those that mean the same at vLLM are there under its names too, with the tag `model_name` beside their own:",
+        _table(
+            ("metric", "at vLLM"),
+            [(f"`{name}`", ", ".join(f"`{each}`" for each in theirs)) for name, theirs in VLLM_NAMES.items()],
+        ),
     )
 
 

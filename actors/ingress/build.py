@@ -130,7 +130,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
         accounting=Accounting(metrics, Refusals()),
         requests=RequestTable(),
         metrics=ClusterMetrics(
-            ReplicaMetrics(replica_id, lambda: (*families_of(metrics), *families_of(holds))),
+            ReplicaMetrics(replica_id, lambda: (*families_of(metrics), *families_of(holds)), model.served.name),
             manager,
             workers=lambda: dispatcher.workers,
             find=runtime.find_worker,

@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 
 from ray.exceptions import RayError
 
 from raydix.actors.calls import answer
 from raydix.actors.ingress.exposition import exposition
 from raydix.actors.ingress.manager_link import ManagerLink
+from raydix.actors.ingress.vllm_names import aliases
 from raydix.actors.metric_values import MetricFamily, labels_of, merged
 from raydix.actors.rpc import WorkerClient
 from raydix.configs.sections import MANAGER
@@ -27,12 +29,17 @@ UP = MetricFamily(
 )
 
 
+BUILD_INFO = MetricFamily("raydix_build_info", "gauge", "1, with the version of raydix and the served model.", {})
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaMetrics:
     """This replica's own metrics."""
 
     replica: str
     families: Callable[[], Sequence[MetricFamily]]
+    model: str = ""
+    """Name of the served model."""
 
 
 class ClusterMetrics:
@@ -77,7 +84,8 @@ class ClusterMetrics:
 
         answered = (families for families in (manager, *others) if families is not None)
         gathered = [replace(UP, values=up), *self._own.families(), *(each for some in answered for each in some)]
-        return exposition(merged(gathered))
+        families = merged([_build_info(self._own.model), *gathered])
+        return exposition([*families, *aliases(families, self._own.model)])
 
     async def _of_manager(self) -> Sequence[MetricFamily] | None:
         """None if the manager does not answer in time."""
@@ -99,3 +107,7 @@ class ClusterMetrics:
                 return await answer(client.metrics())
         except (RayError, TimeoutError):
             return None
+
+
+def _build_info(model: str) -> MetricFamily:
+    return replace(BUILD_INFO, values={labels_of({"version": version("raydix"), "model": model}): 1.0})

@@ -370,6 +370,7 @@ class KVCacheManager:
 
     async def metrics(self) -> tuple[MetricFamily, ...]:
         """The manager's metrics."""
+        self._metrics.look(self._directory)
         return (*families_of(self._metrics), *families_of(self._holds))
 
     # From one manager to the next (`raydix.actors.manager.succession`)

@@ -34,6 +34,7 @@ class LoadWatch:
         while True:
             await asyncio.sleep(DIVIDE_S)
             had, plan = self._directory.fleet.plan, self._divide()
+            self._metrics.look(self._directory)
             self._metrics.duties([worker.duty for worker in self._directory.fleet.elastic])
             if plan is not None or had is not None:
                 self._metrics.wanted(0 if plan is None else plan.num_wanted)

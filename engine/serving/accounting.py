@@ -38,6 +38,10 @@ class FinishedRequest:
     tpot_s: float | None
     adapter: str | None = None
     """Name of the request's adapter; None: the model alone."""
+    duration_s: float = 0.0
+    """Seconds from the arrival to the end."""
+    decode_s: float | None = None
+    """Seconds from the first token to the end."""
 
 
 class Refusals:
@@ -196,6 +200,8 @@ class Accounting:
             hits=hits,
             ttft_s=ttft_s,
             tpot_s=tpot_s,
+            duration_s=now - job.arrived_at,
+            decode_s=None if first is None else now - first,
             adapter=None if adapter is None else adapter.name,
         )
         self._metrics.finished(finished)

@@ -167,7 +167,7 @@ class PromptRecords:
             for name in miss.names:
                 by_name.setdefault(name, miss)
         own = [Prompt(kept.name, kept.at, kept.record) for kept in self._own(tenant).values()]
-        known = {each.name: miss for each in own if (miss := by_name.get(name_in(each.name))) is not None}
+        known = {each.name: found for each in own if (found := by_name.get(name_in(each.name))) is not None}
         # Decoding and comparing thousands of prompts takes a second.
         return await asyncio.to_thread(report, own, known, self._text_of, self._clock())
 

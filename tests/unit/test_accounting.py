@@ -39,6 +39,8 @@ def test_a_whole_answer(caplog: pytest.LogCaptureFixture) -> None:
         hits=hits,
         ttft_s=1.0,
         tpot_s=1 / (NUM_TOKENS - 1),
+        duration_s=2.0,
+        decode_s=1.0,
     )
     assert replica.ledger.ended == [expected]
     [line] = lines(caplog)

@@ -9,13 +9,15 @@ from ray.exceptions import ActorDiedError
 
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.exposition import CONTENT_TYPE
+from raydix.actors.ingress.vllm_names import NAMES
 from raydix.actors.instruments import families_of
 from raydix.actors.metric_values import MetricFamily
 from raydix.actors.metrics import HoldMetrics, IngressMetrics, ManagerMetrics, WorkerMetrics
 from raydix.actors.rpc import WorkerClient
 from raydix.actors.watchdog import Hold
+from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
-from raydix.engine.core.types import DraftSource, Role, WorkerInfo
+from raydix.engine.core.types import AdmitRequest, DraftSource, EvictionReason, Role, WorkerInfo
 from raydix.engine.serving.accounting import FinishedRequest
 from tests.unit.ingress import FakeLink, Memory, Replica, Served, call
 from tests.unit.served_app import app
@@ -41,7 +43,7 @@ class Cluster:
         self.workers = workers
         self.num_searches = 0
         self.metrics = ClusterMetrics(
-            ReplicaMetrics("r", lambda: families_of(self.ingress)),
+            ReplicaMetrics("r", lambda: families_of(self.ingress), "small"),
             self.manager,
             lambda: [WorkerInfo(worker_id, Role.MIXED, 1) for worker_id in self.workers],
             self.find,
@@ -97,6 +99,92 @@ def test_counters_are_there_at_0_and_grow() -> None:
     assert values(after, "raydix_ttft_seconds_sum", "replica") == {"r": 0.02}
     buckets = values(after, "raydix_ttft_seconds_bucket", "le")
     assert (buckets["0.01"], buckets["0.025"], buckets["+Inf"]) == (0, 1, 1)
+
+
+def test_lengths_and_times_of_requests_are_measured() -> None:
+    async def scrape() -> str:
+        cluster = Cluster(w=lambda: answers("w"))
+        ended = {"duration_s": 2.0, "decode_s": 1.5}
+        cluster.ingress.finished(FinishedRequest("a", "stop", 7, 300, {}, 0.5, 0.01, **ended))
+        cluster.ingress.finished(FinishedRequest("a", "aborted", 9, 0, {}, None, None, duration_s=4.0))
+        cluster.ingress.finished(FinishedRequest("a", "failed", 11, 1, {}, 0.5, None, **ended))
+        return await cluster.metrics.text()
+
+    text = asyncio.run(scrape())
+    sums = {
+        name: (values(text, f"{name}_count", "replica")["r"], values(text, f"{name}_sum", "replica")["r"])
+        for name in (
+            "raydix_request_seconds",
+            "raydix_decode_seconds",
+            "raydix_request_prompt_tokens",
+            "raydix_request_generation_tokens",
+        )
+    }
+    assert sums == {
+        "raydix_request_seconds": (2, 6.0),
+        "raydix_decode_seconds": (1, 1.5),
+        "raydix_request_prompt_tokens": (3, 27),
+        "raydix_request_generation_tokens": (3, 301),
+    }
+    assert values(text, "raydix_request_generation_tokens_bucket", "le")["500"] == 3
+    assert values(text, "raydix_build_info", "model") == {"small": 1}
+
+
+def test_metrics_stand_under_vllm_s_names_too() -> None:
+    class Manager(Memory):
+        async def metrics(self) -> tuple[MetricFamily, ...]:
+            return families_of(ManagerMetrics())
+
+    metrics, engine = WorkerMetrics("w", Role.MIXED), drafting_engine()
+    metrics.flush(engine)
+
+    async def answer() -> tuple[MetricFamily, ...]:
+        return families_of(metrics)
+
+    async def scrape() -> str:
+        cluster = Cluster(w=answer)
+        cluster.manager.memory = Manager
+        cluster.ingress.finished(FinishedRequest("a", "aborted", 7, 3, {"local": 2}, 0.02, 0.01, duration_s=2.0))
+        cluster.ingress.finished(FinishedRequest("a", "failed", 1, 0, {}, None, None))
+        return await cluster.metrics.text()
+
+    text = asyncio.run(scrape())
+    assert values(text, "vllm:request_success_total", "finished_reason") == {"stop": 0, "length": 0, "abort": 1}
+    assert values(text, "vllm:prompt_tokens_total", "model_name") == {"small": 8}
+    assert values(text, "vllm:prefix_cache_queries_total", "model_name") == {"small": 8}
+    assert values(text, "vllm:prefix_cache_hits_total", "source") == {"local": 2, "imported": 0}
+    assert values(text, "vllm:e2e_request_latency_seconds_sum", "model_name") == {"small": 2}
+    assert values(text, "vllm:kv_cache_usage_perc", "worker") == values(text, "raydix_kv_usage", "worker")
+    shown = {metric.name for metric in text_string_to_metric_families(text)}
+    assert {name for names in NAMES.values() for name in names} <= shown, "each name is of a metric that exists"
+
+
+def test_the_manager_reports_what_the_directory_counts(make_directory: Callable[..., Directory]) -> None:
+    directory, metrics = make_directory(), ManagerMetrics()
+    directory.register("p", Role.PREFILL, 1, 10, ())
+    directory.register("d", Role.DECODE, 1, 10, ())
+
+    def shown(name: str, key: str) -> dict[str, object]:
+        metrics.look(directory)
+        [family] = [each for each in families_of(metrics) if each.name == name]
+        return {dict(labels).get(key, ""): value for labels, value in family.values.items()}
+
+    assert shown("raydix_workers", "role") == {"prefill": 1, "decode": 1, "mixed": 0, "elastic": 0}
+    assert set(shown("raydix_evicted_blocks", "reason")) == {*map(str, EvictionReason)}
+    assert set(shown("raydix_missed_blocks", "reason").values()) == {0}, "each reason is there from the start"
+    blocks = (b"a", b"b", b"c")
+    directory.admit(AdmitRequest("new", 0, blocks, 14), 0.0)
+    directory.end_request("new", 0.0)
+    directory.blocks_changed("p", 1, blocks, ())
+    directory.blocks_changed("p", 1, (), [(b"c", EvictionReason.FULL)])
+    assert shown("raydix_missed_blocks", "reason")["never_seen"] == 3
+    assert shown("raydix_missed_blocks", "reason")["never_seen"] == 3, "only the growth is added"
+    assert shown("raydix_evicted_blocks", "reason")["pool full"] == 1
+    assert shown("raydix_index_blocks", "") == {"": len(directory.stock.blocks)}
+    directory.admit(AdmitRequest("hit", 0, blocks, 14), 0.0)
+    assert shown("raydix_hit_blocks", "source")["local"] == 2
+    assert shown("raydix_segment_bytes", "place") == {"store": 0, "disk": 0}
+    assert shown("raydix_paused_sessions", "") == {"": 0}
 
 
 def test_adapters_of_the_configuration_are_counted_by_name_and_others_together() -> None:
