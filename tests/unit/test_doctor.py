@@ -14,7 +14,7 @@ from raydix.engine.core.doctor import ADVICE, EVICTED, LOST, RECOMPUTED, RUN, SE
 from raydix.engine.core.manager.explain import BlockSource, Decision, Decisions, Eviction
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from raydix.engine.serving.prompt_records import PromptRecords
-from tests.unit.ingress import Replica, Served, body_of, call
+from tests.unit.ingress import FakeLink, Replica, Served, body_of, call
 from tests.unit.served_app import app
 from tests.unit.test_divergence import (
     BLOCK,
@@ -193,7 +193,7 @@ def asked(served: Served, made: Replica, key: str, **fields: Any) -> Any:
 
 def doctor(served: Served, made: Replica, key: str) -> bytes:
     headers = {"authorization": f"Bearer {key}"}
-    return served(made, lambda: call(app, "GET", "/v1/cache/doctor", headers=headers)).body
+    return bytes(served(made, lambda: call(app, "GET", "/v1/cache/doctor", headers=headers)).body)
 
 
 def test_a_tenant_sees_its_own_prompts_alone(served: Served) -> None:
@@ -214,10 +214,11 @@ def test_a_tenant_sees_its_own_prompts_alone(served: Served) -> None:
 
 
 def test_without_the_manager_the_texts_still_tell(served: Served) -> None:
-    made = Replica(max_model_len=1000)
+    manager = FakeLink()
+    made = Replica(max_model_len=1000, manager=manager)
     for day in ("one", "two"):
         asked(served, made, "", system=f"on day {day} and on no other day of them all, but of nothing else")
-    made.manager.is_away = True
+    manager.is_away = True
     told = json.loads(doctor(served, made, ""))
     assert told["findings"] and told["findings"][0]["lost_s"] is None and told["cached_tokens"] is None
 
