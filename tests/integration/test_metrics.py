@@ -13,7 +13,8 @@ import ray
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from raydix.engine.core.types import DraftSource
+from raydix.engine.core.manager.explain import HITS, BlockSource
+from raydix.engine.core.types import DraftSource, EvictionReason
 from tests.integration.conftest import MODEL, NUM_BLOCKS, WAIT_S, Server, eventually, random_prompt
 
 PROMPT_TOKENS = 500
@@ -71,6 +72,9 @@ COUNTERS: dict[str, dict[str, tuple[str, ...]]] = {
         "status": ("400",),
         "code": ("invalid_request",),
     },
+    "hit_blocks": {"source": tuple(HITS)},
+    "missed_blocks": {"reason": tuple({*BlockSource} - HITS)},
+    "evicted_blocks": {"reason": tuple(EvictionReason)},
     "idle_tokens": {},
     "idle_requests": {"outcome": ("computed", "found", "dropped")},
 }
