@@ -6,9 +6,10 @@ BLAKE2b with 128 bits: collisions are out of reach even for an attacker, unlike 
 
 The salt enters between two blocks: before the first one, or after the last one wholly inside a public prefix. So the
 blocks of a public prefix have the same names for everyone, and the blocks after a salt have names that no holder of
-another salt can compute. An adapter changes the KV of every block, public ones, too, so its digest enters before the
-first block. Roots, adapters, salts and the places of answers are hashed under keys, blocks under none, so that none
-passes for another.
+another salt can compute. An adapter changes the KV of every token from its first one on, public ones, too, so its
+digest enters before the first block with such a token: before block 0, or where the adapter is invoked. The place
+enters beside it, since a block in which an invocation begins may be followed by different ones. Roots, adapters, salts
+and the places of answers are hashed under keys, blocks under none, so that none passes for another.
 """
 
 import sys
@@ -35,16 +36,25 @@ class BlockChain:
         """Leading blocks that are named without the salt."""
         return self.salt.num_public_tokens // self.block_size
 
+    @property
+    def num_plain_blocks(self) -> int:
+        """Leading blocks that are named without the adapter."""
+        return self.salt.num_plain_tokens // self.block_size
+
     def parent(self, hashes: Sequence[BlockHash], index: int) -> BlockHash:
         """The parent that block `index` is hashed with, given the `hashes` of the blocks before it."""
-        last = hashes[index - 1] if index else adapted(self.root, self.salt.adapter)
+        last = hashes[index - 1] if index else self.root
+        if index == self.num_plain_blocks:
+            last = adapted(last, self.salt.adapter, self.salt.num_plain_tokens)
         return salted(last, self.salt.private) if index == self.num_public_blocks else last
 
     def extend(self, hashes: list[BlockHash], token_ids: Sequence[int]) -> None:
         """Extend `hashes`, of the first blocks of `token_ids`, to all full blocks."""
         num_full = len(token_ids) // self.block_size
-        # Public blocks first, then those behind the salt: the parent changes between them alone.
-        for end in (min(self.num_public_blocks, num_full), num_full):
+        # The parent changes where the salt and the adapter enter, alone.
+        for end in sorted(
+            {*(min(each, num_full) for each in (self.num_public_blocks, self.num_plain_blocks)), num_full}
+        ):
             if len(hashes) < end:
                 tokens = token_ids[len(hashes) * self.block_size : end * self.block_size]
                 hashes += hash_blocks(self.parent(hashes, len(hashes)), tokens, self.block_size)
@@ -57,7 +67,7 @@ class BlockChain:
         """The name of the place behind `token_ids`, whose full blocks have these hashes: salted inside a public prefix,
         too, since what others have asked is not public."""
         end = self.partial(hashes, len(hashes), token_ids[len(hashes) * self.block_size :])
-        return blake2b(end + self.salt.private, digest_size=DIGEST_BYTES, key=b"raydix answer").digest()
+        return blake2b(end + self.salt.answers, digest_size=DIGEST_BYTES, key=b"raydix answer").digest()
 
     def hashes(self, token_ids: Sequence[int]) -> list[BlockHash]:
         """The hashes of all full blocks of a sequence."""
@@ -71,9 +81,13 @@ def root_hash(fingerprint: str) -> BlockHash:
     return blake2b(fingerprint.encode(), digest_size=DIGEST_BYTES, key=b"raydix root").digest()
 
 
-def adapted(root: BlockHash, adapter: bytes) -> BlockHash:
-    """The beginning of every chain that is computed with the adapter of this digest; without one the model's own."""
-    return blake2b(root + adapter, digest_size=DIGEST_BYTES, key=b"raydix adapter").digest() if adapter else root
+def adapted(last: BlockHash, adapter: bytes, num_plain_tokens: int = 0) -> BlockHash:
+    """The name of `last` where a chain goes on with the adapter of this digest, behind so many tokens without it; at
+    the root, the beginning of every chain of the adapter. Without an adapter `last` itself."""
+    if not adapter:
+        return last
+    place = num_plain_tokens.to_bytes(8, "little") if num_plain_tokens else b""
+    return blake2b(last + adapter + place, digest_size=DIGEST_BYTES, key=b"raydix adapter").digest()
 
 
 def salted(parent: BlockHash, private: bytes) -> BlockHash:

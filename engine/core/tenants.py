@@ -133,22 +133,26 @@ def key_hash(key: str) -> str:
     return sha256(key.encode()).hexdigest()
 
 
-def salt_of(tenant: str, cache_salt: str | None, num_public_tokens: int = 0, *, adapter: bytes = b"") -> Salt:
+def salt_of(
+    tenant: str,
+    cache_salt: str | None,
+    num_public_tokens: int = 0,
+    *,
+    adapter: bytes = b"",
+    num_plain_tokens: int = 0,
+) -> Salt:
     """The salt of a tenant's request. A `cache_salt` excludes sharing of public prefixes. `adapter`: the digest of the
-    request's adapter, if it has one.
+    request's adapter, if it has one, and `num_plain_tokens` the number of tokens before those that it computes.
 
     The tenant's name is hashed with its length before it, so no other pair of name and `cache_salt` gives the same
-    salt. An adapter's answers are found, and drafted from, under a private salt of their own.
+    salt.
     """
     name = tenant.encode()
     digest = blake2b(len(name).to_bytes(4, "little") + name, digest_size=DIGEST_BYTES, key=b"raydix tenant")
     if cache_salt is not None:
         digest.update(cache_salt.encode())
         num_public_tokens = 0
-    private = digest.digest()
-    if adapter:
-        private = blake2b(private + adapter, digest_size=DIGEST_BYTES, key=b"raydix adapter salt").digest()
-    return Salt(private, num_public_tokens, adapter)
+    return Salt(digest.digest(), num_public_tokens, adapter, num_plain_tokens)
 
 
 def num_public_tokens(prompt: Sequence[int], public_prefixes: Iterable[Sequence[int]]) -> int:

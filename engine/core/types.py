@@ -1,5 +1,6 @@
 """Values sent between ingress, manager and workers: frozen and picklable, without decisions."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -196,7 +197,23 @@ class Adapter:
     folder: str
     """Folder of its files, on every worker's node."""
     digest: bytes
-    """Digest of its weights and their scaling: the same name with other weights is another adapter."""
+    """Digest of its weights, their scaling and its invocation: the same name with others is another adapter."""
+    invocation: tuple[int, ...] = ()
+    """Token ids from whose last place in a prompt on it is computed (activated LoRA, arXiv 2504.12397); empty: from the
+    first token on."""
+
+    def begins_at(self, prompt: Sequence[int]) -> int | None:
+        """Position of the first token of a prompt that is computed with the adapter; None: none is, nor the answer,
+        since its invocation is not there."""
+        if not self.invocation:
+            return 0
+        ids, wanted = (array("I", each).tobytes() for each in (prompt, self.invocation))
+        width = len(wanted) // len(self.invocation)
+        at = ids.rfind(wanted)
+        # Bytes may be alike between two tokens.
+        while at > 0 and at % width:
+            at = ids.rfind(wanted, 0, at + len(wanted) - 1)
+        return None if at < 0 or at % width else at // width
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +237,13 @@ class Salt:
     """Leading public tokens; blocks wholly among the public tokens are shared with everyone."""
     adapter: bytes = b""
     """Digest of the adapter that the KV is computed with (`Adapter.digest`); empty: the model alone."""
+    num_plain_tokens: int = 0
+    """Leading tokens computed without the adapter; blocks wholly among them are shared with the model alone."""
+
+    @property
+    def answers(self) -> bytes:
+        """Sharing domain of past answers and drafts, which each adapter has for itself."""
+        return self.private + self.adapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,16 @@ _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 _PROJECTION = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj")
 
-_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "alpha_pattern", "bias", "init_lora_weights"}
+_READ = {
+    "alora_invocation_tokens",
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "alpha_pattern",
+    "bias",
+    "init_lora_weights",
+}
 _WITHOUT_EFFECT = {
     "task_type",
     "auto_mapping",
@@ -85,6 +94,7 @@ def read_adapter(folder: Path, config: ModelConfig) -> dict[str, Factors]:
         raise StartupError(f"{folder} is not an adapter's folder: it has no {CONFIG}")
     settings = read_json(folder / CONFIG)
     _check_settings(settings, folder)
+    _invocation(settings, folder / CONFIG)
     if not (folder / WEIGHTS).is_file():
         raise StartupError(f"{folder} has no {WEIGHTS}, the one form of an adapter's weights that is read")
 
@@ -109,10 +119,11 @@ def identify_adapter(name: str, folder: str, config: ModelConfig) -> Adapter:
     path = Path(folder).expanduser()
     try:
         factors = read_adapter(path, config)
-        digest = _digest(factors)
+        invocation = _invocation(read_json(path / CONFIG), path / CONFIG)
+        digest = _digest(factors, invocation)
     except StartupError as error:
         raise StartupError(f"adapter {name}: {error}") from None
-    return Adapter(name, str(path), digest)
+    return Adapter(name, str(path), digest, invocation)
 
 
 def identify_adapters(folders: Mapping[str, str], config: ModelConfig) -> tuple[Adapter, ...]:
@@ -120,8 +131,18 @@ def identify_adapters(folders: Mapping[str, str], config: ModelConfig) -> tuple[
     return tuple(identify_adapter(name, folder, config) for name, folder in folders.items())
 
 
-def _digest(factors: Mapping[str, Factors]) -> bytes:
+def _invocation(settings: Mapping[str, Any], at: Path) -> tuple[int, ...]:
+    """The tokens from which on an activated adapter is computed (PEFT's `alora_invocation_tokens`)."""
+    found = settings.get("alora_invocation_tokens") or []
+    if not isinstance(found, list) or not all(type(each) is int and 0 <= each < 1 << 31 for each in found):
+        raise StartupError(f"{at}: alora_invocation_tokens must be a list of token ids")
+    return tuple(found)
+
+
+def _digest(factors: Mapping[str, Factors], invocation: Sequence[int]) -> bytes:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES, key=b"raydix adapter")
+    if invocation:
+        digest.update(f"{list(invocation)}\n".encode())
     for module, pair in sorted(factors.items()):
         for tensor in (pair.down, pair.up):
             digest.update(f"{module} {tensor.dtype} {tensor.shape} {pair.scale.hex()}\n".encode())

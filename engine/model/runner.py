@@ -252,8 +252,15 @@ def lay_out(spans: Sequence[Span], wanted_rows: Sequence[int], block_size: int, 
 
 
 def have_adapters(chunks: Sequence[ScheduledChunk]) -> bool:
-    """True if a chunk is computed with an adapter."""
-    return any(chunk.request.assignment.adapter is not None for chunk in chunks)
+    """True if a token of a chunk is computed with an adapter."""
+    return any(
+        chunk.request.assignment.adapter is not None and _num_plain(chunk) < chunk.num_tokens for chunk in chunks
+    )
+
+
+def _num_plain(chunk: ScheduledChunk) -> int:
+    """Leading tokens of a chunk that stand before those of its request's adapter."""
+    return min(max(0, chunk.request.assignment.salt.num_plain_tokens - chunk.start), chunk.num_tokens)
 
 
 def lora_rows(chunks: Sequence[ScheduledChunk], adapters: AdapterStore, device: torch.device) -> tuple[LoraRows, ...]:
@@ -261,8 +268,9 @@ def lora_rows(chunks: Sequence[ScheduledChunk], adapters: AdapterStore, device: 
     tokens: dict[bytes, list[range]] = {}
     first = 0
     for chunk in chunks:
-        if (adapter := chunk.request.assignment.adapter) is not None:
-            tokens.setdefault(adapter.digest, []).append(range(first, first + chunk.num_tokens))
+        rows_of_chunk = range(first + _num_plain(chunk), first + chunk.num_tokens)
+        if (adapter := chunk.request.assignment.adapter) is not None and rows_of_chunk:
+            tokens.setdefault(adapter.digest, []).append(rows_of_chunk)
         first += chunk.num_tokens
 
     groups, wanted = [], np.array(_wanted_rows(chunks), np.int64)

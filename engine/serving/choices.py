@@ -111,11 +111,15 @@ class Choices:
             default_seed=default_seed,
             choice=index,
         )
+        # Without its invocation in the prompt an adapter computes nothing, and the model answers alone.
+        begins_at = None if adapter is None else adapter.begins_at(prompt)
+        if begins_at is None:
+            adapter = None
         return Generation(
             request_id=request_id,
             prompt=prompt,
             sampling=sampling if spec.embedding is None else replace(sampling, pooling=self._facts.pooling),
-            salt=self._salt(spec, tenant, request_id, prompt, adapter),
+            salt=self._salt(spec, tenant, request_id, prompt, adapter, begins_at or 0),
             cache=hints,
             adapter=adapter,
             session=spec.service.session_id or spec.service.user,
@@ -142,15 +146,16 @@ class Choices:
         request_id: str,
         prompt: tuple[int, ...],
         adapter: Adapter | None,
+        num_plain: int,
     ) -> Salt:
         """The sharing domain of a request's KV; without prefix caching the request's own."""
         digest = b"" if adapter is None else adapter.digest
         if not self._facts.prefix_caching:
             # The request's own id is a salt that nobody else has, so nothing is shared without another switch in the
             # workers.
-            return salt_of(tenant.name, request_id, adapter=digest)
+            return salt_of(tenant.name, request_id, adapter=digest, num_plain_tokens=num_plain)
         num_public = num_public_tokens(prompt, self._facts.public_prefixes)
-        return salt_of(tenant.name, spec.retention.salt, num_public, adapter=digest)
+        return salt_of(tenant.name, spec.retention.salt, num_public, adapter=digest, num_plain_tokens=num_plain)
 
     def _answer(
         self, spec: GenerationSpec, generation: Generation, index: int, chat: Chat | None, origin: Origin

@@ -358,7 +358,7 @@ class Preparation:
             return
         generation = answer.generation
         token_ids = array("I", generation.prompt)
-        record = PromptRecord(token_ids, parts, generation.salt.private, self._facts.block_size)
+        record = PromptRecord(token_ids, parts, generation.salt.answers, self._facts.block_size)
         if spec.previous_message is not None:
             job.diagnosis = self._records.diagnosis(spec.previous_message, job.tenant, record)
         if is_kept:

@@ -69,7 +69,7 @@ def test_a_digest_is_of_the_scaling(settings: dict[str, Any], config: ModelConfi
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"lora_bias": True}, "lora_bias"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
-        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+        ({"alora_invocation_tokens": "<call>"}, "alora_invocation_tokens"),
         ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
         ({"target_parameters": ["experts.w1"]}, "target_parameters"),
         ({"trainable_token_indices": [5]}, "trainable_token_indices"),

@@ -303,3 +303,93 @@ def test_work_that_nobody_waits_for_holds_no_adapter(tmp_path: Path) -> None:
     assert engine.drop_adapter(late.digest, 0.0) and late.digest not in machine.store
     assert engine.step(0.0) is None
     engine.scheduler.check_integrity()
+
+
+def test_an_activated_adapter_is_what_peft_computes(tmp_path: Path) -> None:
+    """From the last place of its invocation on; without one the model alone."""
+    peft = pytest.importorskip("peft", reason=NO_PEFT)
+    reference("llama 3", tmp_path / "model")
+    invocation = [201, 202]
+    with quiet_transformers():
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(2)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        targets = [name for name in EVERY if name not in ("qkv_proj", "gate_up_proj")]
+        options = peft.LoraConfig(
+            r=4, target_modules=targets, alora_invocation_tokens=invocation, task_type="CAUSAL_LM"
+        )
+        model = peft.get_peft_model(model, options)
+        for name, weight in model.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(weight, std=0.2)
+        model.save_pretrained(tmp_path / "adapter")
+        model.eval()
+
+    decoder = Decoder.from_folder(tmp_path / "model", torch.float32, "cpu")
+    lora = decoder.load_lora(tmp_path / "adapter")
+    adapter = identify_adapter("a", str(tmp_path / "adapter"), decoder.config)
+    assert adapter.invocation == tuple(invocation)
+    for prompt in ([*PROMPT[:20], *invocation, *PROMPT[20:45], *invocation, *PROMPT[45:]], list(PROMPT)):
+        with torch.inference_mode():
+            expected = model(torch.tensor([prompt])).logits[0]
+        begins_at = adapter.begins_at(prompt)
+        assert begins_at == (47 if len(prompt) > len(PROMPT) else None)
+        rows = range(len(prompt) if begins_at is None else begins_at, len(prompt))
+        actual = logits(decoder, prompt, dict.fromkeys(rows, lora))
+        assert relative_error(actual, expected) < 1e-4
+        if begins_at is not None:
+            assert relative_error(logits(decoder, prompt, {}), expected) > 0.05
+
+
+@pytest.mark.parametrize("case", ["llama 3", "qwen 3 moe"])
+def test_an_activated_adapter_has_the_same_bits_behind_the_models_own_kv(case: str, tmp_path: Path) -> None:
+    machine = Machine(case, tmp_path, 1)
+    invocation = [201, 202]
+    settings = {"alora_invocation_tokens": invocation}
+    write_adapter(tmp_path / "a", machine.decoder.config, 5, targets=OF_FAMILIES[case], settings=settings)
+    activated = machine.store.load("activated", str(tmp_path / "a"))
+    [other] = machine.adapters
+    prompt = (*PROMPT[:60], *invocation, *PROMPT[60:])
+
+    def invoked(name: str) -> Assignment:
+        salt = salt_of("tenant", None, len(prompt), adapter=activated.digest, num_plain_tokens=60)
+        return replace(ask(name, activated, prompt), salt=salt)
+
+    every = [invoked("activated"), ask("plain", None, prompt), ask("other", other, prompt)]
+    cold: dict[str, Output] = {}
+    for each in every:
+        cold |= run(machine.engine(), [each])
+    assert len({str(output) for output in cold.values()}) == 3, "each says something else"
+    assert run(machine.engine(), every) == cold, "in a batch"
+    for budget in (7, 24, 61):
+        assert run(machine.engine(budget=budget), every) == cold, "in chunks"
+
+    def num_cached(engine: Engine, each: Assignment) -> int:
+        engine.submit(each, 0.0)
+        events = list[TokenEvent]()
+        while (step := engine.step(0.0)) is not None:
+            events += step.events
+        assert [(event.token_id, event.logprobs) for event in events] == cold[each.request_id]
+        return events[0].cached_tokens
+
+    shared = 60 // BLOCK_SIZE * BLOCK_SIZE
+    engine = machine.engine()
+    assert [num_cached(engine, each) for each in every] == [0, shared, 0], "the model has its beginning"
+    engine = machine.engine()
+    assert [num_cached(engine, each) for each in every[1:]] == [0, 0]
+    assert num_cached(engine, every[0]) == shared, "and it has the model's"
+    assert num_cached(engine, every[0]) == len(prompt) - 1
+
+    prefill, decode = machine.engine(budget=24), machine.engine()
+    prefill.submit(replace(every[0], stage=Stage.PREFILL), 0.0)
+    decode.submit(replace(every[0], stage=Stage.DECODE), 0.0)
+    outputs: list[tuple[object, object]] = []
+    while (step := prefill.step(0.0)) is not None:
+        outputs += [(event.token_id, event.logprobs) for event in step.events]
+        for segment in map(ExportedSegment.arrived, step.segments):
+            assert decode.import_segment(segment.header, segment.payload, 0.0)
+    while (step := decode.step(0.0)) is not None:
+        outputs += [(event.token_id, event.logprobs) for event in step.events]
+        assert step.shape.num_prefill_tokens == 0
+    assert outputs == cold["activated"], "handed over"

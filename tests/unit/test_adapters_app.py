@@ -12,13 +12,13 @@ from tests.unit.ingress import BLOCK_SIZE, FINGERPRINT, MODEL, ROOT, Replica, Se
 from tests.unit.served_app import app
 
 SQL, OWN = Adapter("sql", "/adapters/sql", b"s" * 16), Adapter("org/own", "/adapters/own", b"o" * 16)
-KEYS = {"owner": "k-owner", "other": "k-other", "admin": "k-admin"}
+KEYS = {"nobody": "-", "owner": "k-owner", "other": "k-other", "admin": "k-admin"}
 
 
 @pytest.fixture
 def replica() -> Replica:
     everybody = [Tenant("owner", adapters=("org/own", "gone")), Tenant("other"), Tenant("admin", is_admin=True)]
-    tenants = Tenants(everybody, {key_hash(key): name for name, key in KEYS.items()})
+    tenants = Tenants(everybody, {key_hash(KEYS[each.name]): each.name for each in everybody})
     return Replica(tenants=tenants, adapters=[SQL, OWN])
 
 
@@ -75,7 +75,7 @@ def test_a_name_selects_the_adapter_and_its_own_kv(route: str, served: Served, r
     plain, adapted = replica.dispatcher.begun
     assert (plain.adapter, plain.salt.adapter) == (None, b"")
     assert (adapted.adapter, adapted.salt.adapter) == (SQL, SQL.digest)
-    assert plain.salt.private != adapted.salt.private, "past answers and drafts"
+    assert plain.salt.answers != adapted.salt.answers, "past answers and drafts"
     prompt = plain.prompt * BLOCK_SIZE
     names = [BlockChain(ROOT, each.salt, BLOCK_SIZE).hashes(prompt) for each in (plain, adapted)]
     assert set(names[0]).isdisjoint(names[1])
@@ -101,3 +101,22 @@ def test_a_name_of_the_configuration_goes_before_one_that_was_loaded() -> None:
     named = {name: models.adapter(name, Tenant("t")) for name in models.names(Tenant("t"))}
     assert named == {MODEL: None, "sql": SQL, "late": loaded[2]}
     assert models.report().known == tuple(loaded)
+
+
+def test_an_activated_adapter_shares_what_stands_before_its_invocation(served: Served) -> None:
+    call_it = Adapter("call", "/adapters/call", b"c" * 16, invocation=tuple(b"<c>"))
+    replica = Replica(adapters=[call_it])
+    prompt = "a long story <c> and a second <c> end"
+    for model, text in ((MODEL, prompt), ("call", prompt), ("call", "no invocation")):
+        reply = ask(served, replica, "nobody", "/v1/completions", body_of("completion", model=model, prompt=text))
+        assert (reply.status, reply.json["model"]) == (200, model)
+
+    plain, invoked, not_invoked = replica.dispatcher.begun
+    assert (invoked.adapter, invoked.salt.num_plain_tokens) == (call_it, prompt.rindex("<c>"))
+    names = [BlockChain(ROOT, each.salt, BLOCK_SIZE).hashes(plain.prompt) for each in (plain, invoked)]
+    num_shared = prompt.rindex("<c>") // BLOCK_SIZE
+    assert names[0][:num_shared] == names[1][:num_shared]
+    assert set(names[0][num_shared:]).isdisjoint(names[1])
+    assert plain.salt.answers != invoked.salt.answers
+    assert (not_invoked.adapter, not_invoked.salt) == (None, plain.salt), "the model alone"
+    assert invoked.idle_assignment(invoked.prompt, "i") is None and plain.idle_assignment(plain.prompt, "i") is not None

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from raydix.engine.core.hashing import DIGEST_BYTES, BlockChain, hash_block, hash_blocks, root_hash
 from raydix.engine.core.tenants import salt_of
-from raydix.engine.core.types import Salt
+from raydix.engine.core.types import Adapter, Salt
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -38,7 +38,46 @@ def test_an_adapter_names_every_block_public_ones_too() -> None:
         assert len({name for chain in chains for name in chain}) == 12
 
     salts = [salt_of("tenant", salt, adapter=adapter) for salt in (None, "a") for adapter in digests]
-    assert len({salt.private for salt in salts}) == len(salts), "of past answers"
+    assert len({salt.answers for salt in salts}) == len(salts), "of past answers"
+
+
+def test_an_adapter_that_is_invoked_late_shares_the_blocks_before() -> None:
+    root, tokens, digest = root_hash("m"), list(range(12)), b"a" * DIGEST_BYTES
+    for num_public in (0, 5, 12):
+        plain = BlockChain(root, Salt(b"salt", num_public), 2).hashes(tokens)
+        chains = {
+            num_plain: BlockChain(root, Salt(b"salt", num_public, digest, num_plain), 2).hashes(tokens)
+            for num_plain in (0, 1, 4, 5, 11)
+        }
+        for num_plain, names in chains.items():
+            shared = [mine == others for mine, others in zip(names, plain, strict=True)]
+            assert shared == [index < num_plain // 2 for index in range(6)]
+        behind = [name for num_plain, names in chains.items() for name in names[num_plain // 2 :]]
+        assert len(set(behind)) == len(behind), "two places in one block are two names"
+
+
+@given(token_ids=TOKENS, num_plain=st.integers(0, 9), num_public=st.integers(0, 9), split=st.integers(0, 5))
+def test_a_chain_with_an_adapter_can_be_continued(
+    token_ids: list[int], num_plain: int, num_public: int, split: int
+) -> None:
+    chain = BlockChain(root_hash("m"), Salt(b"salt", num_public, b"a" * DIGEST_BYTES, num_plain), 2)
+    whole = chain.hashes(token_ids)
+    hashes = whole[:split]
+    chain.extend(hashes, token_ids)
+    assert hashes == whole
+    for index, name in enumerate(whole):
+        assert chain.partial(whole[:index], index, token_ids[2 * index : 2 * index + 2]) == name
+
+
+@given(
+    prompt=st.lists(st.sampled_from([0, 1, 256, 65536]), max_size=12),
+    wanted=st.lists(st.sampled_from([0, 1, 256]), min_size=1, max_size=3),
+)
+def test_an_invocation_is_found_at_its_last_place(prompt: list[int], wanted: list[int]) -> None:
+    places = [at for at in range(len(prompt)) if prompt[at : at + len(wanted)] == wanted]
+    adapter = Adapter("a", "/a", b"a", tuple(wanted))
+    assert adapter.begins_at(tuple(prompt)) == (places[-1] if places else None)
+    assert Adapter("a", "/a", b"a").begins_at(tuple(prompt)) == 0
 
 
 @given(token_ids=TOKENS, block_size=st.integers(1, 8))

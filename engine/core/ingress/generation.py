@@ -198,6 +198,9 @@ class Generation:
 
         None without ids, or if the ids begin with other public tokens than the prompt: the salt belongs to the latter.
         """
+        # The next turn may invoke its adapter elsewhere, and what stands before is the model's.
+        if self.adapter is not None and self.adapter.invocation:
+            return None
         # The public beginning is hashed without the tenant's salt, so ids with another beginning would get wrong names.
         num_public = self.salt.num_public_tokens
         if not token_ids or tuple(token_ids[:num_public]) != self.prompt[:num_public]:

@@ -63,7 +63,7 @@ class Drafter:
         """Keep the answer of an ending request, for later ones of its salt."""
         if DraftSource.PAST in self._limits.sources and _wants_drafts(request):
             token_ids, end = request.token_ids, request.assignment.num_prompt_tokens
-            self.past.add(request.assignment.salt.private, token_ids[max(0, end - MAX_MATCH) : end], token_ids[end:])
+            self.past.add(request.assignment.salt.answers, token_ids[max(0, end - MAX_MATCH) : end], token_ids[end:])
         if self._form_guesser is not None:
             self._form_guesser.ended(request)
 

@@ -112,7 +112,7 @@ class FormGuesser:
 
     def _walk(self, request: Request, longest: int, least: float) -> Sequence[FormToken]:
         """The request's next tokens as far as its grammar and earlier choices tell them."""
-        choices, salt = self._choices, request.assignment.salt.private
+        choices, salt = self._choices, request.assignment.salt.answers
         if choices is None or is_restricted(request.assignment.sampling):
             return [FormToken(token_id) for token_id in self._forms.forced(request)[:longest]]
 
@@ -128,7 +128,7 @@ class FormGuesser:
         if walk is not None and self._choices is not None:
             num_before, guesses = walk
             new = request.token_ids[num_before : num_before + len(guesses)]
-            self._choices.learn(request.assignment.salt.private, guesses, new)
+            self._choices.learn(request.assignment.salt.answers, guesses, new)
 
 
 def is_restricted(sampling: SamplingParams) -> bool:

@@ -88,7 +88,7 @@ class Guesser:
         self, request: Request, suffixes: Suffixes, siblings: Sequence[DraftText], least: float
     ) -> list[Draft]:
         """The request's draft from each of its sources, as long as each token may be worth its time."""
-        past = self._past.volumes(request.assignment.salt.private)
+        past = self._past.volumes(request.assignment.salt.answers)
         places: list[tuple[DraftSource, TextMatch, Sequence[DraftText]]] = [
             (DraftSource.PAST, suffixes.past, past),
             (DraftSource.PAST, suffixes.siblings, siblings),
@@ -121,7 +121,7 @@ def siblings_of(known: Sequence[tuple[Request, Suffixes]]) -> dict[str, list[Dra
     groups: dict[tuple[object, ...], list[tuple[str, DraftText]]] = {}
     for request, suffixes in known:
         # Same salt, length and last tokens. A wrong guess costs time only, so the whole prompts are not compared.
-        question = request.assignment.salt.private, request.assignment.num_prompt_tokens, suffixes.tail
+        question = request.assignment.salt.answers, request.assignment.num_prompt_tokens, suffixes.tail
         groups.setdefault(question, []).append((request.request_id, suffixes.text(request.token_ids)))
     last = {question: group[-MAX_SIBLINGS - 1 :] for question, group in groups.items()}
     return {
