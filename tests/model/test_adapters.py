@@ -309,7 +309,7 @@ def test_an_activated_adapter_is_what_peft_computes(tmp_path: Path) -> None:
     """From the last place of its invocation on; without one the model alone."""
     peft = pytest.importorskip("peft", reason=NO_PEFT)
     reference("llama 3", tmp_path / "model")
-    invocation = [201, 202]
+    invocation = [199, 198]
     with quiet_transformers():
         from transformers import AutoModelForCausalLM
 
@@ -345,7 +345,7 @@ def test_an_activated_adapter_is_what_peft_computes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["llama 3", "qwen 3 moe"])
 def test_an_activated_adapter_has_the_same_bits_behind_the_models_own_kv(case: str, tmp_path: Path) -> None:
     machine = Machine(case, tmp_path, 1)
-    invocation = [201, 202]
+    invocation = [199, 198]
     settings = {"alora_invocation_tokens": invocation}
     write_adapter(tmp_path / "a", machine.decoder.config, 5, targets=OF_FAMILIES[case], settings=settings)
     activated = machine.store.load("activated", str(tmp_path / "a"))
