@@ -93,8 +93,12 @@ def resolved(path: str, folders: Sequence[str]) -> str:
     folder = Path(path)
     if not folder.is_absolute():
         raise StartupError(f"{path} is not an absolute path")
-    real = folder.resolve()
-    for each in (real, *((real / name).resolve() for name in FILES)):
+    try:
+        real = folder.resolve()
+        files = [(real / name).resolve() for name in FILES]
+    except (OSError, RuntimeError, ValueError):  # a null byte, or links in a circle
+        raise StartupError(f"{path!r} is not the path of a folder") from None
+    for each in (real, *files):
         if not any(root in each.parents for root in roots):
             raise StartupError(f"{path} is not below a folder of model.adapter_folders")
     return str(real)

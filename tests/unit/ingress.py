@@ -364,6 +364,9 @@ class Memory(ManagerClient):
     async def misses(self, tenant: str, period_s: float) -> list[Miss]:
         return []
 
+    async def unload_adapter(self, name: str) -> bool:
+        return False
+
     async def reset_cache(self) -> dict[str, int]:
         return {"blocks": 3}
 
