@@ -189,14 +189,14 @@ def test_each_prompt_may_have_an_adapter_of_its_own(tmp_path: Path) -> None:
     config = read_description(DEFAULT_MODEL)
     for seed, name in enumerate(("sql", "rivers")):
         write_adapter(tmp_path / name, config, seed, rank=4)
-    folders = {"sql": tmp_path / "sql", "org/rivers": str(tmp_path / "rivers")}
+    folders: dict[str, str | Path] = {"sql": tmp_path / "sql", "org/rivers": str(tmp_path / "rivers")}
     prompt, asked = list(range(1000, 1100)), [None, "sql", "org/rivers"]
     with LLM(DEFAULT_MODEL, max_model_len=1024, cache=SMALL, adapters=folders) as llm:
         together = llm.generate([prompt] * 3, GREEDY, adapter=asked, use_tqdm=False)
         assert [output.num_cached_tokens for output in together] == [0, 0, 0]
         assert len({output.outputs[0].token_ids for output in together}) == 3, "each says something else"
-        for name, output in zip(asked, together, strict=True):
-            [again] = llm.generate(prompt, GREEDY, adapter=name)
+        for wanted, output in zip(asked, together, strict=True):
+            [again] = llm.generate(prompt, GREEDY, adapter=wanted)
             assert again.outputs == output.outputs and again.num_cached_tokens >= 96
         sure = SamplingParams(temperature=0, max_tokens=2, logprobs=0)
         answers = [llm.chat(CHAT, sure, adapter=name)[0].outputs[0].cumulative_logprob for name in asked]

@@ -430,7 +430,9 @@ class Replica:
         self.reader = FakeReader(tokenizer)
         self.answer_room = AnswerRoom(64 << 20)
         self.dispatcher = FakeDispatcher()
-        self.manager = FakeLink() if manager is None else manager
+        self.manager = FakeLink()
+        """The manager, unless another one was given."""
+        link = self.manager if manager is None else manager
         self.ledger = Ledger()
         self.records = PromptRecords(tokenizer.decode)
         vocabulary = Vocabulary(tokenizer)
@@ -439,12 +441,12 @@ class Replica:
             vocab_size=VOCAB,
             max_model_len=max_model_len,
             new_detokenizer=vocabulary.detokenizer,
-            transcripts=Transcripts(ManagerAnswers(self.manager), b"root", lambda hit: None),
+            transcripts=Transcripts(ManagerAnswers(link), b"root", lambda hit: None),
             reader=self.reader,
             prepare=self.dispatcher.prepare,
         )
-        self.responses = StoredResponses(ManagerAnswers(self.manager), b"root", self.chats.shown)
-        conversations = KeptConversations(ManagerAnswers(self.manager), b"root", self.chats.shown)
+        self.responses = StoredResponses(ManagerAnswers(link), b"root", self.chats.shown)
+        conversations = KeptConversations(ManagerAnswers(link), b"root", self.chats.shown)
         model = ServedModel(MODEL, max_model_len, VOCAB, HIDDEN, created=1)
         tenants = tenants or Tenants()
         models = self.models = ServedModels(model, adapters, tenants)
@@ -481,12 +483,12 @@ class Replica:
         self.accounting = Accounting(self.ledger, Refusals(), self.clock)
         self.requests = RequestTable(lambda: self._now, lambda: 1000.0, period_s=0.001)
         own = ReplicaMetrics("r", lambda: OWN_METRICS)
-        metrics = ClusterMetrics(own, self.manager, lambda: (), LocalRuntime().find_worker)
+        metrics = ClusterMetrics(own, link, lambda: (), LocalRuntime().find_worker)
         parts = FrontendParts(
             models=models,
             tenants=tenants,
-            adapters=AdapterOperations(self.manager, models, adapter_limits, identify),
-            cache=CacheOperations(self.manager, tokenizer.decode, self.records),
+            adapters=AdapterOperations(link, models, adapter_limits, identify),
+            cache=CacheOperations(link, tokenizer.decode, self.records),
             tokenization=Tokenization(self.reader, self.room, models, description),
             room=self.room,
             reader=self.reader,

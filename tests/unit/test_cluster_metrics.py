@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -104,10 +105,10 @@ def test_counters_are_there_at_0_and_grow() -> None:
 def test_lengths_and_times_of_requests_are_measured() -> None:
     async def scrape() -> str:
         cluster = Cluster(w=lambda: answers("w"))
-        ended = {"duration_s": 2.0, "decode_s": 1.5}
-        cluster.ingress.finished(FinishedRequest("a", "stop", 7, 300, {}, 0.5, 0.01, **ended))
+        stopped = FinishedRequest("a", "stop", 7, 300, {}, 0.5, 0.01, duration_s=2.0, decode_s=1.5)
+        cluster.ingress.finished(stopped)
         cluster.ingress.finished(FinishedRequest("a", "aborted", 9, 0, {}, None, None, duration_s=4.0))
-        cluster.ingress.finished(FinishedRequest("a", "failed", 11, 1, {}, 0.5, None, **ended))
+        cluster.ingress.finished(replace(stopped, outcome="failed", num_prompt=11, num_generated=1, tpot_s=None))
         return await cluster.metrics.text()
 
     text = asyncio.run(scrape())
