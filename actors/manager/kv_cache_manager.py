@@ -334,7 +334,7 @@ class KVCacheManager:
         return explained(self._directory, name, tenant, time.time())
 
     async def misses(self, tenant: str, period_s: float) -> list[Miss]:
-        """What was found of a tenant's prompts of the last `period_s`, and why no more."""
+        """The hits and the first miss of each of a tenant's prompts of the last `period_s` (`Decisions.misses`)."""
         return self._directory.decisions.misses(tenant, time.time() - period_s)
 
     async def cache_report(self, tenant: str, is_admin: bool) -> dict[str, object]:

@@ -16,7 +16,7 @@ from raydix.actors.rpc import Handle, ManagerClient
 from raydix.actors.runtime import Runtime
 from raydix.actors.worker.engine_thread import EngineThread
 from raydix.actors.worker.export_stream import ExportStream
-from raydix.actors.worker.loaded_adapters import LoadedAdapters
+from raydix.actors.worker.held_adapters import HeldAdapters
 from raydix.actors.worker.token_streams import TokenStreams
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.types import AttemptName, BlockHash, Role
@@ -52,7 +52,7 @@ class Registrar:
         thread: EngineThread,
         tokens: TokenStreams,
         exports: ExportStream,
-        adapters: LoadedAdapters,
+        adapters: HeldAdapters,
         *,
         runtime: Runtime,
         own_handle: Callable[[], Handle],

@@ -31,7 +31,7 @@ from raydix.actors.processes import ProcessWatch
 from raydix.actors.runtime import Runtime, Words
 from raydix.actors.worker.engine_thread import EngineThread
 from raydix.actors.worker.export_stream import ExportStream
-from raydix.actors.worker.loaded_adapters import LoadedAdapters
+from raydix.actors.worker.held_adapters import HeldAdapters
 from raydix.actors.worker.measurements import Measurements, engine_statistics
 from raydix.actors.worker.registrar import Incarnation, Registrar
 from raydix.actors.worker.segment_import import import_segment
@@ -106,7 +106,7 @@ class Worker:
         self._tokens = TokenStreams()
         self._exports = ExportStream(self._measurements.exported)
         self._background = Background()
-        self._adapters = LoadedAdapters(self._engine, self._thread)
+        self._adapters = HeldAdapters(self._engine, self._thread)
         self.registrar = Registrar(
             self._own,
             self._engine,

@@ -25,6 +25,7 @@ from raydix.engine.model.sampler import sample_requests, score_tokens
 from raydix.engine.model.sizes import SCORED_ROWS
 
 PLAIN = SamplingParams(max_tokens=1)
+"""The wishes of a request that has none."""
 
 
 class Runner(Protocol):

@@ -12,7 +12,7 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import NamedTuple
 
-from raydix.engine.core.doctor import Miss
+from raydix.engine.core.doctor import MOST_PROMPTS, Miss
 from raydix.engine.core.manager.placement import Placement, PredictedTimes
 from raydix.engine.core.manager.sessions import Branch
 from raydix.engine.core.objectives import WhenLate
@@ -282,12 +282,12 @@ class Decisions:
             decision.handover_s = end.handover_s
 
     def misses(self, tenant: str, since: float) -> list[Miss]:
-        """What was found of the tenant's prompts since a time in seconds since the epoch, and why no more; the latest
-        first."""
-        found = []
+        """The hits of each of the tenant's prompts since a time (seconds since the epoch) and the reason of its first
+        miss, the latest prompt first; of at most as many prompts as the doctor looks at."""
+        found: list[Miss] = []
         for request_id, (decision, *_) in reversed(self._by_request.items()):
             # Requests lie in the order of their first admissions.
-            if decision.admitted_at < since:
+            if decision.admitted_at < since or len(found) == MOST_PROMPTS:
                 break
             # The choices of a request share its prompt, so that the first one tells of it.
             if decision.tenant == tenant and request_id.rpartition("-")[2] in ("0", request_id):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class LoadedAdapters:
+class HeldAdapters:
     """Names of the adapters that the manager has had loaded; their weights are the engine's."""
 
     def __init__(self, engine: "Engine", thread: EngineThread) -> None:
