@@ -71,6 +71,8 @@ class Choices:
         reasoning_turn = self._reasoning_turn(chat)
         answers = []
         for number, prompt in enumerate(map(tuple, token_ids)):
+            # Looked for once for all choices: a prompt may be long.
+            begins_at = None if adapter is None else adapter.begins_at(prompt)
             for index in range(number * spec.num_samples, (number + 1) * spec.num_samples):
                 generation = self._generation(
                     spec,
@@ -81,7 +83,9 @@ class Choices:
                     index=index,
                     default_seed=origin.seed,
                     prediction=prediction,
-                    adapter=adapter,
+                    # Without its invocation in the prompt an adapter computes nothing, and the model answers alone.
+                    adapter=None if begins_at is None else adapter,
+                    begins_at=begins_at or 0,
                 )
                 generation.reasoning_turn = reasoning_turn
                 answers.append(self._answer(spec, generation, index, chat, origin))
@@ -101,6 +105,7 @@ class Choices:
         default_seed: int,
         prediction: tuple[int, ...],
         adapter: Adapter | None,
+        begins_at: int,
     ) -> Generation:
         sampling = sampling_params(
             spec,
@@ -111,15 +116,11 @@ class Choices:
             default_seed=default_seed,
             choice=index,
         )
-        # Without its invocation in the prompt an adapter computes nothing, and the model answers alone.
-        begins_at = None if adapter is None else adapter.begins_at(prompt)
-        if begins_at is None:
-            adapter = None
         return Generation(
             request_id=request_id,
             prompt=prompt,
             sampling=sampling if spec.embedding is None else replace(sampling, pooling=self._facts.pooling),
-            salt=self._salt(spec, tenant, request_id, prompt, adapter, begins_at or 0),
+            salt=self._salt(spec, tenant, request_id, prompt, adapter, begins_at),
             cache=hints,
             adapter=adapter,
             session=spec.service.session_id or spec.service.user,
