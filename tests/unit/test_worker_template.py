@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -195,25 +196,23 @@ def test_workers_draw_different_ids(tmp_path: Path, programs: Path) -> None:
 
 
 RAYLET = f"""
-import os, socket, subprocess, sys
-listener = socket.socket(socket.AF_UNIX)
-listener.bind(os.environ["{worker_start.TEMPLATE}"])
-listener.listen()
+import os, subprocess, sys
 command = [sys.executable, "-IS", {worker_start.__file__!r}, "--language=PYTHON"]
-worker = subprocess.Popen(command, env={{**os.environ, "{worker_start.RAYLET_PID}": str(os.getpid())}})
-connection, _ = listener.accept()
-print("asked", flush=True)
-worker.wait()
+subprocess.run(command, env={{**os.environ, "{worker_start.RAYLET_PID}": str(os.getpid())}})
 """
 
 
 def test_a_worker_that_is_to_begin_when_the_raylet_dies_does_not(tmp_path: Path, programs: Path) -> None:
-    """The template is gone as well: both end with the server."""
-    environment = {**os.environ, worker_start.TEMPLATE: str(tmp_path / "t"), worker_start.RAYS_PROGRAMS: str(programs)}
-    raylet = subprocess.Popen([sys.executable, "-c", RAYLET], env=environment, stdout=subprocess.PIPE, text=True)
-    assert raylet.stdout is not None
-    assert raylet.stdout.readline() == "asked\n"
-    raylet.kill()
-    assert raylet.stdout.read() == "", "no worker began before all had ended"
-    raylet.wait()
-    raylet.stdout.close()
+    """Both the raylet and the template end with the server, the raylet first here."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "template"))
+        listener.listen()
+        variables = {worker_start.TEMPLATE: listener.getsockname(), worker_start.RAYS_PROGRAMS: str(programs)}
+        command = [sys.executable, "-c", RAYLET]
+        with subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True) as raylet:
+            assert raylet.stdout is not None
+            connection, _ = listener.accept()  # a worker asks to be forked
+            raylet.kill()
+            raylet.wait()
+            connection.close()
+            assert raylet.stdout.read() == "", "no worker began before all had ended"
