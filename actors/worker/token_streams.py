@@ -1,11 +1,15 @@
 """The token streams of one worker: events for each ingress replica, and the replicas that are still there."""
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from raydix.actors.calls import sleep
+from raydix.actors.messages import INGRESS_SILENCE_S
 from raydix.actors.processes import ProcessWatch
+from raydix.engine.core.log_fields import about
 from raydix.engine.core.signs_of_life import SignsOfLife
 from raydix.engine.core.types import (
     Assignment,
@@ -17,6 +21,8 @@ from raydix.engine.core.types import (
     TokenEvent,
 )
 from raydix.engine.core.worker.attempts import Attempts
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -92,14 +98,28 @@ class TokenStreams:
         self._outbox(ingress_id)
         self._signs.heard(ingress_id, time.monotonic())
 
-    def stood_still(self, late_s: float) -> None:
-        """Extend all deadlines by `late_s`, for which this process was stopped and received nothing."""
-        self._signs.stood_still(late_s)
-        self.attempts.stood_still(late_s)
-
-    def look_at_quiet(self, watch: ProcessWatch, silence_s: float) -> None:
-        """Tell replicas that have sent nothing for so long and compute from those that may be dead."""
-        watch.look_at_quiet(self._signs, self.processes, silence_s)
+    async def watch(self, node: str, abort: Callable[[str, int], Awaitable[None]]) -> None:
+        """Abort the attempts of replicas that are gone, for ever. `node`: the one that this process runs on; `abort` is
+        called with a request's id and its attempt."""
+        processes = ProcessWatch(node)
+        while True:
+            late_s = await sleep(INGRESS_SILENCE_S / 4)
+            # While this process was stopped it received nothing: the time counts as nobody's silence.
+            self._signs.stood_still(late_s)
+            self.attempts.stood_still(late_s)
+            # A replica that is quiet and computes is alive.
+            processes.look_at_quiet(self._signs, self.processes, INGRESS_SILENCE_S / 4)
+            for ingress_id, orphans in self.drop_silent(INGRESS_SILENCE_S).items():
+                for orphan in orphans:
+                    await abort(*orphan)
+                logger.log(
+                    logging.WARNING if orphans else logging.INFO,
+                    "ingress %s is silent for %d s: %d requests aborted",
+                    ingress_id,
+                    INGRESS_SILENCE_S,
+                    len(orphans),
+                    extra=about("ingress_lost", ingress=ingress_id, requests=len(orphans)),
+                )
 
     def drop_silent(self, silence_s: float) -> dict[str, list[AttemptName]]:
         """End the streams of replicas that were not seen for so long, behind the events that wait there; returns the

@@ -20,14 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raydix.actors.calls import sleep
 from raydix.actors.instruments import families_of
 from raydix.actors.logs import DEFAULTS, log_to_ray, set_level
-from raydix.actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, ImportReport
+from raydix.actors.messages import ExportItem, Imported, ImportReport
 from raydix.actors.metric_values import MetricFamily
 from raydix.actors.metrics import HoldMetrics
 from raydix.actors.names import incarnation_name
-from raydix.actors.processes import ProcessWatch
 from raydix.actors.runtime import Runtime, Words
 from raydix.actors.worker.engine_thread import EngineThread
 from raydix.actors.worker.export_stream import ExportStream
@@ -130,7 +128,7 @@ class Worker:
             self._thread.start()
             duties = (
                 self.registrar.run(),
-                self._watch_ingresses(),
+                self._tokens.watch(self._runtime.own_node(), self.abort),
                 self._measurements.report(self._engine, self._thread),
             )
             for duty in duties:
@@ -234,7 +232,7 @@ class Worker:
 
         def export(engine: "Engine") -> None:
             try:
-                segments, missing = engine.export(hashes, now)
+                segments, missing = engine.exchange.export(hashes, now)
             except Exception:  # workers that wait for these blocks must hear that none will come
                 logger.exception("%d blocks not exported", len(hashes))
                 self._thread.in_event_loop(self._exports.put, ExportItem(unsent=tuple(hashes)))
@@ -318,25 +316,6 @@ class Worker:
             self._tokens.attempts.end(event.request_id, event.attempt)
         for request in result.finished:
             self._tokens.attempts.end(request.request_id, request.assignment.attempt)
-
-    async def _watch_ingresses(self) -> None:
-        """Abort the requests of ingress replicas that are gone."""
-        watch = ProcessWatch(self._runtime.own_node())
-        while True:
-            late_s = await sleep(INGRESS_SILENCE_S / 4)
-            self._tokens.stood_still(late_s)
-            self._tokens.look_at_quiet(watch, INGRESS_SILENCE_S / 4)
-            for ingress_id, orphans in self._tokens.drop_silent(INGRESS_SILENCE_S).items():
-                for orphan in orphans:
-                    await self.abort(*orphan)
-                logger.log(
-                    logging.WARNING if orphans else logging.INFO,
-                    "ingress %s is silent for %d s: %d requests aborted",
-                    ingress_id,
-                    INGRESS_SILENCE_S,
-                    len(orphans),
-                    extra=about("ingress_lost", ingress=ingress_id, requests=len(orphans)),
-                )
 
     def _end_process(self, reason: str) -> None:
         """End this process at once: its host starts another, and its streams fail over. A broken device may not let the

@@ -15,7 +15,7 @@ import raydix.actors.ingress.dispatcher as dispatcher_module
 import raydix.actors.manager.executor as executor_module
 import raydix.actors.manager.ingress_watch as ingress_watch
 import raydix.actors.worker.segment_import as segment_import_module
-import raydix.actors.worker.worker as worker_module
+import raydix.actors.worker.token_streams as token_streams_module
 import raydix.engine.core.manager.fleet as fleet_module
 from raydix.actors.calls import answer
 from raydix.actors.ingress.dispatcher import Dispatcher
@@ -499,7 +499,7 @@ def test_a_worker_that_is_only_slow_keeps_its_requests(scene: Scene) -> None:
 
 def test_an_ingress_that_is_only_slow_keeps_its_requests(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, for the process of an ingress replica, whose pings stay out."""
-    monkeypatch.setattr(worker_module, "INGRESS_SILENCE_S", 0.4)
+    monkeypatch.setattr(token_streams_module, "INGRESS_SILENCE_S", 0.4)
     monkeypatch.setattr(ingress_watch, "INGRESS_SILENCE_S", 0.4)
 
     async def play() -> None:
