@@ -30,7 +30,8 @@ from benchmarks.stepping import make_engine, whole
 from raydix.cli.cluster import LocalCluster, free_port
 from raydix.configs import load_config
 from raydix.engine.core.types import AdmitRequest
-from raydix.engine.model.engine import BlockStore, Engine
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.exchange import BlockStore
 from raydix.engine.model.segments import Bytes
 from raydix.engine.model.sources import DEFAULT_MODEL, NULL, model_name
 
@@ -181,14 +182,14 @@ def move_blocks(engine: Engine, put: Callable[[Bytes], Any], get: Callable[[Any]
     counting = CountingStore(engine.store)
     started = time.perf_counter()
     engine.store = counting
-    [segment], missing = engine.export(hashes, 0.0)
+    [segment], missing = engine.exchange.export(hashes, 0.0)
     assert not missing
     ref = put(segment.payload)
     export_s = time.perf_counter() - started
     engine.pool.reset()  # from here on it is another worker, which has none of the blocks
     started = time.perf_counter()
     payload = get(ref)
-    assert engine.import_segment(segment.header, payload, 0.0)
+    assert engine.exchange.import_segment(segment.header, payload, 0.0)
     import_s = time.perf_counter() - started
     engine.store = counting.store
     assert engine.pool.hashes() == hashes

@@ -34,7 +34,8 @@ from raydix.engine.core.types import BlockHash
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.model.build import make_pool, make_runner
 from raydix.engine.model.decoder import Decoder
-from raydix.engine.model.engine import BlockStore, Engine
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.exchange import BlockStore
 from raydix.engine.model.runner import NullRunner, Runner
 from raydix.engine.model.segments import Bytes
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model

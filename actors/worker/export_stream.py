@@ -11,7 +11,7 @@ from raydix.actors.messages import ExportItem
 from raydix.engine.core.types import SegmentHeader
 
 if TYPE_CHECKING:
-    from raydix.engine.model.engine import ExportedSegment
+    from raydix.engine.model.exchange import ExportedSegment
 
 logger = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ async def import_segment(
         await asyncio.wait([fetch], timeout=patience_s)
         if not fetch.done():
             logger.warning("segment of %d blocks is late: requests compute them", len(header.hashes))
-            await ask(lambda engine: engine.import_segment(header, None, time.monotonic()))
+            await ask(lambda engine: engine.exchange.import_segment(header, None, time.monotonic()))
         try:
             content = await fetch
         except (RayError, TimeoutError) as error:
@@ -61,7 +61,7 @@ async def import_segment(
 
     def take(engine: "Engine") -> tuple[bool, float]:
         began = time.monotonic()
-        return engine.import_segment(header, content, fetched), time.monotonic() - began
+        return engine.exchange.import_segment(header, content, fetched), time.monotonic() - began
 
     intact, take_s = await ask(take)
     if payload and content is None:

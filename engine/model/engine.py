@@ -1,4 +1,4 @@
-"""One worker's engine: scheduler, runner and KV pool behind `submit`, `abort`, `import_segment` and `step`.
+"""One worker's engine: scheduler, runner and KV pool behind `submit`, `abort`, `exchange` and `step`.
 
 Single-threaded: an engine's owner calls it from one thread. Nothing here knows of Ray, and no decision uses a clock:
 the owner brings `now` and moves the results of `step`. Durations of swapping are only counted.
@@ -6,11 +6,8 @@ the owner brings `now` and moves the results of `step`. Durations of swapping ar
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
-
-import numpy as np
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from raydix.engine.core.costs import StepShape, WorkerCosts
 from raydix.engine.core.hashing import root_hash
@@ -24,7 +21,6 @@ from raydix.engine.core.types import (
     FinishReason,
     NoteWork,
     PromptEvent,
-    SegmentHeader,
     TokenEvent,
     note_nothing,
 )
@@ -32,58 +28,16 @@ from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
-from raydix.engine.core.worker.step import CopyBlock, ExportedBlocks, Move, SchedulerOutput, SwapDrop, SwapIn, SwapOut
+from raydix.engine.core.worker.step import CopyBlock, Move, SchedulerOutput, SwapDrop, SwapIn, SwapOut
 from raydix.engine.core.worker.swaps import SwapPolicy
-from raydix.engine.core.worker.transfers import IncomingBlocks
 from raydix.engine.model.adapter_store import AdapterStore
+from raydix.engine.model.exchange import BlockStore, Exchange, ExportedSegment
 from raydix.engine.model.grammars import Grammars
 from raydix.engine.model.isolation import run_isolated, still_runs
 from raydix.engine.model.runner import Runner
-from raydix.engine.model.segments import Bytes, checksum
 from raydix.engine.model.swap_space import ProcessMemory, SwapSpace
 
 logger = logging.getLogger(__name__)
-
-
-class BlockStore(Protocol):
-    """The bytes of the blocks; `raydix.engine.model.kv_pool.KVPool` is the implementation with a model behind it."""
-
-    block_bytes: int
-
-    def export_blocks(self, block_ids: Sequence[int]) -> Bytes: ...
-
-    def start_export(self, block_ids: Sequence[int]) -> Bytes | Callable[[], Bytes]: ...
-
-    def import_blocks(self, buffer: Bytes, block_ids: Sequence[int]) -> None: ...
-
-    def copy_block(self, source: int, target: int) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ExportedSegment:
-    """A segment ready to be sent: header and payload, `num_blocks * block_bytes` bytes (empty for a bare handover).
-
-    While a device still copies the payload, `arriving` waits for it, and payload and checksum are missing.
-    """
-
-    header: SegmentHeader
-    payload: Bytes
-    arriving: Callable[[], Bytes] | None = None
-
-    def arrived(self) -> "ExportedSegment":
-        """Complete the segment, waiting for its payload if need be; any thread may call this, once."""
-        if self.arriving is None:
-            return self
-        payload = self.arriving()
-        return ExportedSegment(replace(self.header, checksum=checksum(payload)), payload)
-
-    def header_outside(self, ahead_s: float) -> SegmentHeader:
-        """The header for other processes, with the expiry in seconds since the epoch instead of the pool's monotonic
-        ones. `ahead_s`: seconds since the epoch minus monotonic seconds, now."""
-        retention = self.header.retention
-        if retention.expires_at is None:
-            return self.header
-        return replace(self.header, retention=replace(retention, expires_at=retention.expires_at + ahead_s))
 
 
 NOTHING_COMPUTED = StepShape(num_prefill_tokens=0, num_decodes=0, num_pairs=0.0)
@@ -164,6 +118,7 @@ class Engine:
         """Assumed until steps have been measured."""
         swap_policy = SwapPolicy(swap_bytes // store.block_bytes, store.block_bytes, self.first_costs)
         self.scheduler = Scheduler(pool, limits, max_model_len, swap_policy, tenants=tenants)
+        self.exchange = Exchange(store, self.scheduler.transfers, self.scheduler.imports, fingerprint)
         self.preemptions = PreemptionCounts()
         self.fingerprint = fingerprint
         self.root = root_hash(fingerprint)
@@ -251,31 +206,6 @@ class Engine:
         refusals, self._refusals = self._refusals, []
         return refusals
 
-    def import_segment(self, header: SegmentHeader, payload: Bytes | None, now: float) -> bool:
-        """Take a segment's blocks into the pool, then its handover; False if the content contradicts the header.
-
-        `payload` None stands for a segment that could not be fetched. Blocks that the pool holds already, and blocks
-        without room, are passed over: their requests compute them.
-        """
-        # A bare hand-over has no bytes that could be damaged.
-        intact = header.num_bytes == 0 or (payload is not None and self._is_intact(header, payload))
-        if intact and payload is not None:
-            self._import_blocks(header, payload, now)
-        # Settled in any case: requests that wait for blocks which did not come compute them.
-        self.scheduler.imports.settled(header.full_hashes, now)
-        if header.handover is not None:
-            self.scheduler.imports.handed_over(header.handover, now)
-        return intact
-
-    def export(self, hashes: Iterable[BlockHash], now: float) -> tuple[list[ExportedSegment], tuple[BlockHash, ...]]:
-        """Export the blocks of `hashes` as segments; returns the segments, and the hashes of missing blocks."""
-        exports, missing = self.scheduler.transfers.to_export(hashes)
-        segments = []
-        for export in exports:
-            self.scheduler.transfers.hold(export)
-            segments.append(self._pack(export, now))
-        return segments, missing
-
     def step(self, now: float) -> StepResult | None:
         """Schedule, run, record. None if there was nothing to compute.
 
@@ -301,7 +231,7 @@ class Engine:
         for request in outcome.finished:
             self._remember(request)
             self._forget_grammar(request.request_id)
-        segments = self._pack_all(outcome.exports, now)
+        segments = self.exchange.pack_all(outcome.exports, now)
         return StepResult(
             scores=outcome.scores,
             events=outcome.events,
@@ -386,70 +316,6 @@ class Engine:
             assert request is not None
             self.preemptions.num_swapped += request.swapped is not None
             self.preemptions.num_recomputed += request.swapped is None
-
-    def _is_intact(self, header: SegmentHeader, payload: Bytes) -> bool:
-        expected = len(header.hashes) * self.store.block_bytes
-        intact = (
-            header.fingerprint == self.fingerprint
-            and payload.nbytes == expected
-            and checksum(payload) == header.checksum
-        )
-        if not intact:
-            logger.warning("segment of %d blocks refused: model, size or checksum differ", len(header.hashes))
-        return intact
-
-    def _import_blocks(self, header: SegmentHeader, payload: Bytes, now: float) -> None:
-        incoming, is_filled = IncomingBlocks(), False
-        try:
-            incoming = self.scheduler.transfers.take_in(header, now)
-            if incoming.blocks:
-                self.store.import_blocks(self._contents_of(incoming, payload), incoming.blocks)
-            is_filled = True
-        except Exception:  # requests that wait for these blocks must go on without them
-            logger.exception("a segment of %d blocks is not imported", len(header.hashes))
-        finally:
-            self.scheduler.transfers.taken_in(incoming, now, is_filled=is_filled)
-
-    def _contents_of(self, incoming: IncomingBlocks, payload: Bytes) -> Bytes:
-        """Take the bytes of some blocks out of a segment's payload; not copied at the beginning of the payload."""
-        num_blocks = len(incoming.blocks)
-        if incoming.indexes == tuple(range(num_blocks)):
-            return payload[: num_blocks * self.store.block_bytes]
-        rows: Bytes = payload.reshape(-1, self.store.block_bytes)[list(incoming.indexes)]
-        return rows.reshape(-1)
-
-    def _pack_all(self, exports: Iterable[ExportedBlocks], now: float) -> tuple[ExportedSegment, ...]:
-        """Make the segments of a step. A failed segment is sent without its blocks; the pool still has them."""
-        segments = []
-        for export in exports:
-            try:
-                segments.append(self._pack(export, now))
-            except Exception:  # the step itself went well, and its tokens must go out
-                extra = about("not_exported", request=export.request_id, blocks=len(export.blocks))
-                logger.exception("%d blocks of %s not exported", len(export.blocks), export.request_id, extra=extra)
-                if export.handover is not None:
-                    segments.append(self._pack(replace(export, blocks=(), hashes=()), now))
-        return tuple(segments)
-
-    def _pack(self, export: ExportedBlocks, now: float) -> ExportedSegment:
-        """Copy blocks out, or begin to, and release them."""
-        nothing = np.empty(0, np.uint8)
-        try:
-            payload = self.store.start_export(export.blocks) if export.blocks else nothing
-        finally:
-            self.scheduler.transfers.release(export, now)
-        num_bytes = len(export.blocks) * self.store.block_bytes
-        header = SegmentHeader(
-            fingerprint=self.fingerprint,
-            hashes=export.hashes,
-            num_bytes=num_bytes,
-            checksum=0,
-            handover=export.handover,
-            retention=export.retention,
-        )
-        if isinstance(payload, np.ndarray):
-            return ExportedSegment(replace(header, checksum=checksum(payload)), payload)
-        return ExportedSegment(header, nothing, payload)
 
 
 def _digest_of(request: Request) -> bytes | None:

@@ -20,7 +20,8 @@ from raydix.engine.model.adapter_store import AdapterStore
 from raydix.engine.model.adapters import identify_adapter
 from raydix.engine.model.build import make_pool, make_runner
 from raydix.engine.model.decoder import Decoder, ForwardBatch
-from raydix.engine.model.engine import Engine, ExportedSegment
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.exchange import ExportedSegment
 from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.lora import Lora, LoraRows
 from raydix.engine.model.tokenizer import quiet_transformers
@@ -214,7 +215,7 @@ def test_prefilled_by_one_engine_and_decoded_by_another(tmp_path: Path, device: 
         while (step := prefill.step(0.0)) is not None:
             outputs += [(event.token_id, event.logprobs) for event in step.events]
             for segment in map(ExportedSegment.arrived, step.segments):
-                assert decode.import_segment(segment.header, segment.payload, 0.0)
+                assert decode.exchange.import_segment(segment.header, segment.payload, 0.0)
         num_computed = 0
         while (step := decode.step(0.0)) is not None:
             outputs += [(event.token_id, event.logprobs) for event in step.events]
@@ -388,7 +389,7 @@ def test_an_activated_adapter_has_the_same_bits_behind_the_models_own_kv(case: s
     while (step := prefill.step(0.0)) is not None:
         outputs += [(event.token_id, event.logprobs) for event in step.events]
         for segment in map(ExportedSegment.arrived, step.segments):
-            assert decode.import_segment(segment.header, segment.payload, 0.0)
+            assert decode.exchange.import_segment(segment.header, segment.payload, 0.0)
     while (step := decode.step(0.0)) is not None:
         outputs += [(event.token_id, event.logprobs) for event in step.events]
         assert step.shape.num_prefill_tokens == 0

@@ -21,7 +21,8 @@ from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.model.build import make_drafter, make_pool, make_runner
 from raydix.engine.model.decoder import Decoder
-from raydix.engine.model.engine import Engine, ExportedSegment
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.exchange import ExportedSegment
 from raydix.engine.model.grammars import Grammars
 from raydix.engine.model.sources import resolve_model
 from tests.model.random_logits import wait_for_grammars
@@ -315,7 +316,7 @@ def test_decode_workers_begin_with_a_draft(
     while (step := prefill.step(0.0)) is not None:
         take(outputs, step.events)
         for segment in map(ExportedSegment.arrived, step.segments):
-            assert decode.import_segment(segment.header, segment.payload, 0.0)
+            assert decode.exchange.import_segment(segment.header, segment.payload, 0.0)
     while (step := decode.step(0.0)) is not None:
         take(outputs, step.events)
     assert outputs == plain

@@ -15,7 +15,8 @@ from raydix.engine.core.types import Assignment, SamplingParams, Stage, TokenEve
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.model.build import make_pool, make_runner
 from raydix.engine.model.decoder import Decoder
-from raydix.engine.model.engine import Engine, ExportedSegment
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.exchange import ExportedSegment
 from raydix.engine.model.sources import resolve_model
 from tests.skips import NO_GPU
 
@@ -184,7 +185,7 @@ def test_prefilled_by_one_engine_and_decoded_by_another(
     while (step := prefill.step(0.0)) is not None:
         outputs += [(event.token_id, event.logprobs) for event in step.events]  # type: ignore[misc]
         for segment in map(ExportedSegment.arrived, step.segments):
-            assert decode.import_segment(segment.header, segment.payload, 0.0)
+            assert decode.exchange.import_segment(segment.header, segment.payload, 0.0)
     while (step := decode.step(0.0)) is not None:
         if not outputs[1:]:
             assert (step.shape.num_prefill_tokens, step.shape.num_decodes) == (0, 1), (
@@ -209,9 +210,9 @@ def test_resumed_elsewhere_from_what_was_delivered(
         second.submit(resumed, 0.0)
         request = second.scheduler.get(name)
         assert request is not None
-        segments, _ = first.export(request.full_hashes()[:num_imported], 0.0)
+        segments, _ = first.exchange.export(request.full_hashes()[:num_imported], 0.0)
         for segment in map(ExportedSegment.arrived, segments):
-            assert second.import_segment(segment.header, segment.payload, 0.0)
+            assert second.exchange.import_segment(segment.header, segment.payload, 0.0)
         outputs: Output = []
         while (step := second.step(0.0)) is not None:
             outputs += [(event.token_id, event.logprobs) for event in step.events]  # type: ignore[misc]
@@ -241,6 +242,6 @@ def test_int8_weights() -> None:
     second.submit(both(300)[0], 0.0)
     request = second.scheduler.get("greedy")
     assert request is not None
-    [segment], _ = first.export(request.full_hashes(), 0.0)
-    assert second.import_segment(segment.header, segment.payload, 0.0)
+    [segment], _ = first.exchange.export(request.full_hashes(), 0.0)
+    assert second.exchange.import_segment(segment.header, segment.payload, 0.0)
     assert run(second, both(300)[1:]) == expected[300]

@@ -20,7 +20,8 @@ from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.model.build import make_grammars
 from raydix.engine.model.decoder import Decoder
-from raydix.engine.model.engine import Engine, ExportedSegment
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.exchange import ExportedSegment
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from raydix.engine.model.time_share import TimeShare
 from tests.model import random_logits
@@ -116,7 +117,7 @@ def run_split(prefill: Engine, decode: Engine, assignments: Sequence[Assignment]
     while (step := prefill.step(0.0)) is not None:
         take(outputs, step.events)
         for segment in map(ExportedSegment.arrived, step.segments):
-            assert decode.import_segment(segment.header, segment.payload, 0.0)
+            assert decode.exchange.import_segment(segment.header, segment.payload, 0.0)
     assert all(len(output) == 1 for output in outputs.values()), "the rest is the other engine's"
     while (step := decode.step(0.0)) is not None:
         take(outputs, step.events)

@@ -114,7 +114,7 @@ def test_prefilled_by_one_engine_and_decoded_by_another(decoder: Decoder, cold: 
     while (step := prefill.step(0.0)) is not None:
         take(step, scores)
         for segment in step.segments:
-            assert decode.import_segment(segment.header, segment.payload, 0.0)
+            assert decode.exchange.import_segment(segment.header, segment.payload, 0.0)
     assert scores["r"] == cold[length]
     while (step := decode.step(0.0)) is not None:
         assert (step.shape.num_prefill_tokens, step.shape.num_decodes) == (0, 1) and not step.scores

@@ -45,7 +45,8 @@ from raydix.engine.core.types import (
 from raydix.engine.core.worker.attempts import Attempts
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.drafter import Drafter
-from raydix.engine.model.engine import Engine, ExportedSegment
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.exchange import ExportedSegment
 from tests.unit.builders import FINGERPRINT, FakeModel, chain_of, expected_answer
 
 PING_S = 2.0
@@ -599,12 +600,12 @@ class Cluster:
         )
         payload = segment.ref if is_readable else None
         now = self.now
-        worker.post(lambda: worker.engine.import_segment(segment.header, payload, now))  # type: ignore[arg-type]
+        worker.post(lambda: worker.engine.exchange.import_segment(segment.header, payload, now))  # type: ignore[arg-type]
         if not is_readable:
             self._answer("to manager", lambda: manager.directory.stock.segments.undelivered(segment, self.now))
 
     def _export(self, worker: SimWorker, hashes: Sequence[bytes]) -> None:
-        segments, missing = worker.engine.export(hashes, self.now)
+        segments, missing = worker.engine.exchange.export(hashes, self.now)
         for segment in segments:
             self._send_segment(worker, segment)
         if missing:

@@ -24,7 +24,8 @@ from raydix.engine.core.types import (
     TokenEvent,
 )
 from raydix.engine.core.worker.block_pool import BlockPool
-from raydix.engine.model.engine import Engine, ExportedSegment
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.exchange import ExportedSegment
 from raydix.engine.model.segments import checksum
 from tests.unit.builders import FINGERPRINT, FakeModel, answer_to, hashes_of, make_assignment, tokens_of
 
@@ -113,7 +114,7 @@ def test_prefill_here_decode_there(length: int) -> None:
     engine = awaiting_engine(prompt)
     for segment in segments:
         assert segment.payload.nbytes == segment.header.num_bytes == len(segment.header.hashes) * 32
-        assert engine.import_segment(segment.header, segment.payload, 0.0)
+        assert engine.exchange.import_segment(segment.header, segment.payload, 0.0)
     result = engine.step(0.0)
     assert result is not None
     assert result.shape == StepShape(0, 1, len(prompt) + 1), "nothing of the prompt is computed again"
@@ -128,7 +129,7 @@ def test_a_read_only_payload_is_taken() -> None:
     engine = awaiting_engine()
     for segment in segments:
         segment.payload.flags.writeable = False
-        assert engine.import_segment(segment.header, segment.payload, 0.0)
+        assert engine.exchange.import_segment(segment.header, segment.payload, 0.0)
     assert tokens_of(run(engine)[0]) == answer_to(make_assignment(prompt=PROMPT, max_tokens=6))[1:]
 
 
@@ -155,10 +156,10 @@ def test_what_is_not_what_it_says_is_refused_and_computed(
     engine = awaiting_engine()
     header, payload = spoil(first)
     with caplog.at_level(logging.WARNING):
-        assert not engine.import_segment(header, payload, 0.0)
+        assert not engine.exchange.import_segment(header, payload, 0.0)
     assert "refused" in caplog.text
     assert engine.pool.hashes() == []
-    assert engine.import_segment(second.header, second.payload, 0.0)
+    assert engine.exchange.import_segment(second.header, second.payload, 0.0)
     assert tokens_of(run(engine)[0]) == answer_to(make_assignment(prompt=PROMPT, max_tokens=6))[1:]
 
 
@@ -166,7 +167,7 @@ def test_what_could_not_be_fetched_is_computed() -> None:
     _, segments = prefill()
     engine = awaiting_engine()
     for segment in segments:
-        assert not engine.import_segment(segment.header, None, 0.0)
+        assert not engine.exchange.import_segment(segment.header, None, 0.0)
     assert tokens_of(run(engine)[0]) == answer_to(make_assignment(prompt=PROMPT, max_tokens=6))[1:]
 
 
@@ -174,7 +175,7 @@ def test_a_bare_handover_needs_no_payload() -> None:
     engine = awaiting_engine(PROMPT[:1])
     answer = answer_to(make_assignment(prompt=PROMPT[:1], max_tokens=6))
     header = SegmentHeader(FINGERPRINT, (), 0, 0, Handover("a", 0, answer[0], None))
-    assert engine.import_segment(header, None, 0.0)
+    assert engine.exchange.import_segment(header, None, 0.0)
     assert tokens_of(run(engine)[0]) == answer[1:]
 
 
@@ -184,7 +185,7 @@ def test_a_tail_without_its_request_is_not_kept(length: int) -> None:
     _, segments = prefill(PROMPT[:length])
     engine = make_engine()
     for segment in segments:
-        assert engine.import_segment(segment.header, segment.payload, 0.0)
+        assert engine.exchange.import_segment(segment.header, segment.payload, 0.0)
     assert engine.pool.hashes() == hashes_of(PROMPT[:length])
 
 
@@ -196,11 +197,11 @@ def test_only_what_is_missing_is_imported_and_only_as_much_as_fits() -> None:
     long = (*PROMPT[:8], *[3] * 24)
     source.submit(make_assignment("s", long, max_tokens=1), 0.0)
     run(source)
-    [segment], missing = source.export([*hashes_of(long), b"absent"], 0.0)
+    [segment], missing = source.exchange.export([*hashes_of(long), b"absent"], 0.0)
     assert missing == (b"absent",)
     held = engine.pool.match(hashes_of(PROMPT[:8]))
     engine.pool.acquire(held)
-    assert engine.import_segment(segment.header, segment.payload, 0.0)
+    assert engine.exchange.import_segment(segment.header, segment.payload, 0.0)
     assert engine.pool.match(hashes_of(long)[:6])[:2] == held
     assert len(engine.pool.match(hashes_of(long))) == 6
     engine.pool.release(held, 0.0)
@@ -215,7 +216,7 @@ def test_a_full_pool_takes_nothing() -> None:
     engine = make_engine(num_blocks=2)
     held = engine.pool.allocate(2, 0.0)
     for segment in segments:
-        assert engine.import_segment(segment.header, segment.payload, 0.0)
+        assert engine.exchange.import_segment(segment.header, segment.payload, 0.0)
     engine.scheduler.check_integrity(held)
 
 
@@ -230,7 +231,7 @@ def test_blocks_that_cannot_be_copied_in_are_lost(monkeypatch: pytest.MonkeyPatc
     awaited = [block_hash for segment in segments for block_hash in segment.header.full_hashes]
     engine.submit(make_assignment(prompt=PROMPT, awaited=awaited), 0.0)
     for segment in segments:
-        assert engine.import_segment(segment.header, segment.payload, 0.0), "the segment itself is sound"
+        assert engine.exchange.import_segment(segment.header, segment.payload, 0.0), "the segment itself is sound"
     engine.scheduler.check_integrity()
     events, _ = run(engine)
     assert tokens_of(events) == answer_to(make_assignment(prompt=PROMPT))
@@ -246,7 +247,7 @@ def test_a_pool_that_cannot_evict_imports_nothing(monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr(engine.pool, "allocate", fail)
         for segment in segments:
-            engine.import_segment(segment.header, segment.payload, 0.0)
+            engine.exchange.import_segment(segment.header, segment.payload, 0.0)
     engine.scheduler.check_integrity()
     assert not engine.pool.hashes()
     events, _ = run(engine)
@@ -264,7 +265,7 @@ def test_segments_say_what_is_wished_for_their_blocks() -> None:
     other = (9, 9, 9, 9)
     engine.submit(make_assignment("q", other, max_tokens=1, cache=CacheHints("u")), 15.0)
     run(engine, now=15.0)
-    exported, _ = engine.export([*hashes_of(PROMPT), *hashes_of(other)], 15.0)
+    exported, _ = engine.exchange.export([*hashes_of(PROMPT), *hashes_of(other)], 15.0)
     headers = [segment.header_outside(1e9 - 15.0) for segment in exported]
     assert [(header.hashes, header.retention) for header in headers] == [
         (tuple(hashes_of(PROMPT)), Retention("t", 2, 1e9 + 50)),
@@ -279,7 +280,7 @@ def test_a_segment_that_a_mark_divides_is_kept_as_long_as_its_blocks() -> None:
     _, segments = run(engine, now=5.0)
     retentions = [segment.header_outside(0.0).retention for segment in segments]
     assert retentions[0] in (Retention("t", 1), Retention("t", 1, 305.0))
-    exported, _ = engine.export(hashes_of(PROMPT), 6.0)
+    exported, _ = engine.exchange.export(hashes_of(PROMPT), 6.0)
     found = {block_hash: each.header.retention for each in exported for block_hash in each.header.hashes}
     first, second, *others = [found[block_hash] for block_hash in hashes_of(PROMPT)]
     assert (first, second) == (Retention("t", 1, 305.0), Retention("t", 1, 305.0))
@@ -291,7 +292,7 @@ def test_what_a_running_request_wishes_goes_with_its_blocks() -> None:
     engine.submit(make_assignment("r", PROMPT, max_tokens=20, cache=CacheHints("t")), 0.0)
     while not engine.pool.hashes():
         engine.step(0.0)
-    [segment], _ = engine.export(engine.pool.hashes(), 0.0)
+    [segment], _ = engine.exchange.export(engine.pool.hashes(), 0.0)
     assert segment.header.retention == Retention("t")
     engine.abort(["r"], 0.0)
 
@@ -304,7 +305,7 @@ def test_blocks_in_any_order_share_a_segment_that_expires_with_the_last() -> Non
         hints = CacheHints("tu"[number % 2], ttl_s=60.0 if number % 2 else None)
         engine.submit(make_assignment(f"{number}", prompt, max_tokens=1, cache=hints), float(number))
         run(engine, now=float(number))
-    exported, _ = engine.export([block_hash for prompt in prompts for block_hash in hashes_of(prompt)], 5.0)
+    exported, _ = engine.exchange.export([block_hash for prompt in prompts for block_hash in hashes_of(prompt)], 5.0)
     headers = [segment.header_outside(1e9 - 5.0) for segment in exported]
     assert [(header.retention, len(header.hashes)) for header in headers] == [
         (Retention("t"), 3),
@@ -314,8 +315,8 @@ def test_blocks_in_any_order_share_a_segment_that_expires_with_the_last() -> Non
 
 def test_export_of_what_is_not_here() -> None:
     engine = make_engine()
-    assert engine.export([b"absent"], 0.0) == ([], (b"absent",))
-    assert engine.export([], 0.0) == ([], ())
+    assert engine.exchange.export([b"absent"], 0.0) == ([], (b"absent",))
+    assert engine.exchange.export([], 0.0) == ([], ())
 
 
 def test_blocks_that_cannot_be_copied_out_are_not_sent_but_the_handover_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +333,7 @@ def test_blocks_that_cannot_be_copied_out_are_not_sent_but_the_handover_is(monke
     handover = segments[0].header.handover
     assert handover is not None and handover.token_id == events[0].token_id
     with pytest.raises(MemoryError):
-        engine.export(hashes_of(PROMPT), 0.0)
+        engine.exchange.export(hashes_of(PROMPT), 0.0)
     engine.scheduler.check_integrity()
 
 
@@ -370,11 +371,11 @@ def test_whatever_becomes_of_the_segments_the_answer_is_the_same(
     events = []
     for segment, fate in zip(segments, fates, strict=False):
         if fate == "taken":
-            engine.import_segment(segment.header, segment.payload, 0.0)
+            engine.exchange.import_segment(segment.header, segment.payload, 0.0)
         elif fate == "damaged" and segment.payload.size:
-            engine.import_segment(*damaged(segment), 0.0)
+            engine.exchange.import_segment(*damaged(segment), 0.0)
         elif fate != "never":
-            engine.import_segment(segment.header, None, 0.0)
+            engine.exchange.import_segment(segment.header, None, 0.0)
         events += run(engine)[0]
     events += run(engine, now=5.0)[0]
     answer = answer_to(make_assignment(prompt=prompt, max_tokens=6))
@@ -405,5 +406,5 @@ def test_a_segment_may_arrive_after_its_blocks_were_given_to_others(monkeypatch:
         assert segment.header.num_bytes == len(segment.header.hashes) * 32
         complete = segment.arrived()
         assert complete.arrived() is complete
-        assert decode.import_segment(complete.header, complete.payload, 0.0)
+        assert decode.exchange.import_segment(complete.header, complete.payload, 0.0)
     assert tokens_of([first, *run(decode)[0]]) == answer_to(make_assignment(prompt=PROMPT, max_tokens=6))

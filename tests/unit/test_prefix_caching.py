@@ -14,7 +14,8 @@ from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.tenants import salt_of
 from raydix.engine.core.types import AdmitRequest, CacheHints, Role, Salt, Stage, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
-from raydix.engine.model.engine import Engine, ExportedSegment
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.exchange import ExportedSegment
 from tests.unit.builders import FINGERPRINT, ROOT, FakeModel, answer_to, hashes_of, make_assignment, tokens_of
 
 PROMPT = tuple(index % 4 for index in range(22))
@@ -62,7 +63,7 @@ def test_a_hand_over_works_and_leaves_nothing_behind() -> None:
     [first], segments = run(prefill)
     assert [name for segment in segments for name in segment.header.full_hashes] == hashes
     for segment in segments:
-        assert decode.import_segment(segment.header, segment.payload, 0.0)
+        assert decode.exchange.import_segment(segment.header, segment.payload, 0.0)
     step = decode.step(0.0)
     assert step is not None and step.shape.num_prefill_tokens == 0, "nothing of the prompt is computed again"
     rest, _ = run(decode)
@@ -82,7 +83,7 @@ def test_imports_of_an_aborted_request_are_forgotten(is_early: bool) -> None:
     if not is_early:
         decode.submit(waiting, 0.0)
     for segment in segments:
-        assert decode.import_segment(segment.header, segment.payload, 0.0)
+        assert decode.exchange.import_segment(segment.header, segment.payload, 0.0)
     if is_early:
         decode.submit(waiting, 0.0)
     assert len(decode.pool.hashes()) >= len(PROMPT) // 4
@@ -99,7 +100,7 @@ def test_imports_that_another_request_holds_stay() -> None:
     for name in ("aborted", "other"):
         decode.submit(make_assignment(name, PROMPT, stage=Stage.DECODE, awaited=hashes_of(PROMPT)), 0.0)
     for segment in segments:
-        assert decode.import_segment(segment.header, segment.payload, 0.0)
+        assert decode.exchange.import_segment(segment.header, segment.payload, 0.0)
     decode.abort(["aborted"], 0.0)
     assert set(hashes_of(PROMPT)) <= set(decode.pool.hashes())
     decode.abort(["other"], 0.0)

@@ -9,7 +9,7 @@ import pytest
 from raydix.actors.local import LocalRuntime
 from raydix.actors.messages import ExportItem
 from raydix.engine.core.types import Handover, Role, SegmentHeader
-from raydix.engine.model.engine import ExportedSegment
+from raydix.engine.model.exchange import ExportedSegment
 from raydix.engine.model.segments import checksum
 from tests.unit.local_actors import make_engine, make_worker
 
