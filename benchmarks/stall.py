@@ -36,7 +36,7 @@ def measure(engine: Engine, num_streams: int, prompt_len: int) -> dict[str, floa
     prompt = [generator.randrange(100, 40_000) for _ in range(prompt_len)]
     engine.submit(whole("prompt", prompt, 1), time.monotonic())
     gaps = []
-    while engine.scheduler.get("prompt") is not None:
+    while engine.scheduler.requests.get("prompt") is not None:
         gaps.append(_step_ms(engine, costs))
 
     ttft_s = time.perf_counter() - arrived

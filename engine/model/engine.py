@@ -171,7 +171,7 @@ class Engine:
         for request_id in request_ids:
             # A request that is cut short may go on elsewhere, and would be learnt twice.
             if has_ended:
-                self._remember(self.scheduler.get(request_id))
+                self._remember(self.scheduler.requests.get(request_id))
             self.scheduler.abort(request_id, now, has_ended=has_ended)
             self._forget_grammar(request_id)
 
@@ -185,7 +185,7 @@ class Engine:
     def drop_adapter(self, digest: bytes, now: float) -> bool:
         """Free the memory of an adapter that was loaded at run time; False while a request of it is left. Work that no
         client waits for is given up."""
-        requests = [each for each in self.scheduler.requests() if _digest_of(each) == digest]
+        requests = [each for each in self.scheduler.requests.values() if _digest_of(each) == digest]
         idle = {each.request_id for each in requests if each.assignment.is_idle}
         self.abort(idle, now)
         if any(each.request_id not in idle for each in requests):
@@ -248,8 +248,8 @@ class Engine:
 
     def fail_all(self, error: Exception, now: float) -> list[TokenEvent]:
         """End every request with an error event: the decisions for a step could not be carried out."""
-        self.scheduler.forget_moves()
-        return [self._fail(request.request_id, error, now) for request in list(self.scheduler.requests())]
+        self.scheduler.swaps.forget_moves()
+        return [self._fail(request.request_id, error, now) for request in list(self.scheduler.requests.values())]
 
     def _fail(self, request_id: str, error: Exception, now: float) -> TokenEvent:
         return self._end(request_id, f"{type(error).__name__}: {error}", now)
@@ -264,7 +264,7 @@ class Engine:
         self._refusals += [self._refuse(request.request_id, reason, now) for request in waiting]
 
     def _end(self, request_id: str, detail: str, now: float) -> TokenEvent:
-        request = self.scheduler.get(request_id)
+        request = self.scheduler.requests.get(request_id)
         assert request is not None
         event = error_event(request.assignment, request.num_output, detail)
         self.scheduler.abort(request_id, now)
@@ -312,7 +312,7 @@ class Engine:
 
     def _count(self, preempted: Iterable[str]) -> None:
         for request_id in preempted:
-            request = self.scheduler.get(request_id)
+            request = self.scheduler.requests.get(request_id)
             assert request is not None
             self.preemptions.num_swapped += request.swapped is not None
             self.preemptions.num_recomputed += request.swapped is None

@@ -275,7 +275,7 @@ def test_an_adapter_comes_and_goes_while_others_run(tmp_path: Path) -> None:
     machine.store.add(late)
     engine.submit(asked["late"], 0.0)
     while step():
-        is_left = engine.scheduler.get("late") is not None
+        is_left = engine.scheduler.requests.get("late") is not None
         assert engine.drop_adapter(late.digest, 0.0) is not is_left
     assert outputs == cold
     assert late.digest not in machine.store and num_alive(Lora) == num_loras, "its memory is free"

@@ -208,7 +208,7 @@ def test_resumed_elsewhere_from_what_was_delivered(
         second = make_engine(decoder)
         resumed = replace(whole, attempt=1, token_ids=(*whole.token_ids, *delivered))
         second.submit(resumed, 0.0)
-        request = second.scheduler.get(name)
+        request = second.scheduler.requests.get(name)
         assert request is not None
         segments, _ = first.exchange.export(request.full_hashes()[:num_imported], 0.0)
         for segment in map(ExportedSegment.arrived, segments):
@@ -240,7 +240,7 @@ def test_int8_weights() -> None:
     first, second = make_engine(decoder), make_engine(decoder)
     run(first, both(300))
     second.submit(both(300)[0], 0.0)
-    request = second.scheduler.get("greedy")
+    request = second.scheduler.requests.get("greedy")
     assert request is not None
     [segment], _ = first.exchange.export(request.full_hashes(), 0.0)
     assert second.exchange.import_segment(segment.header, segment.payload, 0.0)

@@ -143,4 +143,4 @@ def test_a_device_that_fails_from_now_on_is_told_from_a_poisoned_request(
     engine.submit(assignment("a", [1, 2, 3]), 0.0)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.step(0.0)
-    assert not engine.still_runs() and engine.scheduler.num_requests == 1
+    assert not engine.still_runs() and len(engine.scheduler.requests) == 1

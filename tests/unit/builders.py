@@ -291,7 +291,7 @@ def step(scheduler: Scheduler, model: FakeModel, now: float = 0.0) -> tuple[Sche
 def run_all(scheduler: Scheduler, model: FakeModel, now: float = 0.0) -> dict[str, list[TokenEvent]]:
     """Step until nothing is left; the events of each request."""
     events: dict[str, list[TokenEvent]] = {}
-    while scheduler.num_requests:
+    while scheduler.requests:
         output, outcome = step(scheduler, model, now)
         assert output.chunks, "requests are here, but nothing can be computed"
         for event in outcome.events:
@@ -306,7 +306,7 @@ def run_to_end(
     scores: list[PromptEvent] = []
     events: list[TokenEvent] = []
     chunks: list[tuple[int, int]] = []
-    while scheduler.num_requests:
+    while scheduler.requests:
         output, outcome = step(scheduler, model)
         scheduler.check_integrity()
         scores += outcome.scores

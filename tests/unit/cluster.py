@@ -326,7 +326,7 @@ class Cluster:
         assert all(segment.leases == 0 for segment in self.manager.directory.stock.segments._segments.values())
         for worker in self.workers.values():
             if worker.is_alive:
-                assert worker.engine.scheduler.num_requests == 0
+                assert len(worker.engine.scheduler.requests) == 0
                 assert worker.engine.pool.num_available == worker.engine.pool.num_blocks, "blocks are held"
 
     def check_integrity(self) -> None:

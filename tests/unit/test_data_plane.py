@@ -75,7 +75,7 @@ class Hold:
         step = Engine.step
 
         def step_or_wait(engine: Engine, now: float) -> StepResult | None:
-            if self._num_left.get(engine, 1) <= 0 and engine.scheduler.num_requests:
+            if self._num_left.get(engine, 1) <= 0 and engine.scheduler.requests:
                 self._held.add(engine)
                 self._is_over.wait()
             result = step(engine, now)
@@ -685,7 +685,7 @@ def test_limits_change_under_a_stream(scene: Scene, monkeypatch: pytest.MonkeyPa
     step, leave, is_open = Engine.step, threading.Semaphore(0), threading.Event()
 
     def step_by_leave(engine: Engine, now: float) -> StepResult | None:
-        if engine.scheduler.num_requests and not is_open.is_set():
+        if engine.scheduler.requests and not is_open.is_set():
             leave.acquire()
         return step(engine, now)
 

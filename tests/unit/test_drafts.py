@@ -259,7 +259,7 @@ def test_a_right_draft_brings_all_its_tokens_and_one_more(make_scheduler: MakeSc
     assert tokens_of(outcome.events) == answer[1:6]
     assert [event.position for event in outcome.events] == [1, 2, 3, 4, 5]
     assert [(event.num_accepted, event.num_rejected) for event in outcome.events] == [(0, 0)] * 4 + [(4, 0)]
-    request = scheduler.get("a")
+    request = scheduler.requests.get("a")
     assert request is not None and (request.num_computed, request.num_sealed) == (17, 4)
     assert tokens_of(run_all(scheduler, model)["a"]) == answer[6:]
     assert vars_of_counts(scheduler) == (4, 4)
@@ -278,7 +278,7 @@ def test_a_wrong_draft_brings_the_token_without_it_and_leaves_nothing(make_sched
     output, outcome = drafted_step(scheduler, model, draft_of(*map(wrong, answer[1:9])))
     assert output.num_tokens == 8, "no row behind the answer's last token"
     assert tokens_of(outcome.events) == [answer[1]]
-    request = scheduler.get("a")
+    request = scheduler.requests.get("a")
     assert request is not None and request.num_computed == 13
     assert scheduler.pool.num_available == num_free - 1, "the draft's blocks are free again, but the next token's"
     assert tokens_of(run_all(scheduler, model)["a"]) == answer[2:]
@@ -452,7 +452,7 @@ def test_memory_bounds_the_requests_that_have_drafts() -> None:
         engine.submit(make_assignment(name, PROMPT, max_tokens=9), 0.0)
     for _ in range(3):
         engine.step(0.0)
-    assert [request.suffixes is not None for request in engine.scheduler.requests()] == [True, True, False]
+    assert [request.suffixes is not None for request in engine.scheduler.requests.values()] == [True, True, False]
     answers(engine)
 
 

@@ -179,7 +179,7 @@ def test_a_tenant_that_comes_later_starts_next(make_scheduler: MakeScheduler) ->
     output, _ = step(scheduler, model)
     assert "b0" in {chunk.request.request_id for chunk in output.chunks if chunk.samples}
     events = run_all(scheduler, model)
-    assert len(events) == 7 and scheduler.num_requests == 0
+    assert len(events) == 7 and len(scheduler.requests) == 0
 
 
 def test_priorities_of_one_tenant_stay_and_go_before_tenants(make_scheduler: MakeScheduler) -> None:
@@ -188,7 +188,7 @@ def test_priorities_of_one_tenant_stay_and_go_before_tenants(make_scheduler: Mak
     for name, tenant, priority in (("a1", "a", 1), ("a0", "a", 0), ("b2", "b", 2), ("b1", "b", 1)):
         submit_of(scheduler, name, tenant, priority=priority)
     order: list[str] = []
-    while scheduler.num_requests:
+    while scheduler.requests:
         output, _ = step(scheduler, model)
         order += [chunk.request.request_id for chunk in output.chunks]
     assert list(dict.fromkeys(order)) == ["a0", "b1", "a1", "b2"]
@@ -212,7 +212,7 @@ def test_places_above_a_share_are_given_back(make_scheduler: MakeScheduler) -> N
     assert set(scheduler.running) == {"a0", "a1", "b0", "b1"}
     output, _ = step(scheduler, model)
     assert not output.preempted, "nobody is above its share"
-    assert len(run_all(scheduler, model)) == 8 and scheduler.num_requests == 0
+    assert len(run_all(scheduler, model)) == 8 and len(scheduler.requests) == 0
 
 
 def test_each_step_computes_something_when_room_is_given_back(make_scheduler: MakeScheduler) -> None:
@@ -224,7 +224,7 @@ def test_each_step_computes_something_when_room_is_given_back(make_scheduler: Ma
         step(scheduler, model)
     submit_of(scheduler, "b0", "b", 1)
     preempted: list[str] = []
-    while scheduler.num_requests:
+    while scheduler.requests:
         output, _ = step(scheduler, model)
         preempted += output.preempted
         assert output.chunks
@@ -276,7 +276,7 @@ def test_who_had_more_is_preempted_when_blocks_run_out(make_scheduler: MakeSched
         preempted += step(scheduler, model)[0].preempted
     assert preempted and all(name.startswith("a") for name in preempted)
     run_all(scheduler, model)
-    assert scheduler.num_requests == 0
+    assert len(scheduler.requests) == 0
 
 
 def test_one_tenant_alone_is_ordered_as_without_tenants(make_scheduler: MakeScheduler) -> None:
@@ -287,7 +287,7 @@ def test_one_tenant_alone_is_ordered_as_without_tenants(make_scheduler: MakeSche
         for number in range(7):
             submit_of(scheduler, f"r{number}", tenant, 5 + number, priority=number % 2)
         schedule = []
-        while scheduler.num_requests:
+        while scheduler.requests:
             output, _ = step(scheduler, model)
             schedule.append([(chunk.request.request_id, chunk.start, chunk.num_tokens) for chunk in output.chunks])
         schedules.append(schedule)

@@ -386,7 +386,7 @@ def finish(engine: Engine) -> list[TokenEvent]:
     while (step := engine.step(0.0)) is not None:
         events += [*step.events, *step.failures]
         engine.scheduler.check_integrity()
-    assert engine.grammars.num_matchers == 0 and engine.scheduler.num_requests == 0
+    assert engine.grammars.num_matchers == 0 and len(engine.scheduler.requests) == 0
     return events
 
 
@@ -406,7 +406,7 @@ def test_a_request_waits_for_its_grammar_without_blocks_and_without_others() -> 
     engine.submit(assignment("free", None), 0.0)
     step = engine.step(0.0)
     assert step is not None and [event.request_id for event in step.events] == ["free"]
-    waiting = engine.scheduler.get("constrained")
+    waiting = engine.scheduler.requests.get("constrained")
     assert waiting is not None and waiting.awaits_grammar and not waiting.blocks
     assert engine.scheduler.imports.next_deadline() is None
     gate.set()
@@ -440,7 +440,7 @@ def test_a_model_without_grammars_refuses_them() -> None:
     engine = Engine(model, model, pool, SchedulerLimits(8, 8), 32, FINGERPRINT)
     engine.submit(assignment(), 0.0)
     (refusal,) = engine.hear_of_grammars(0.0)
-    assert refusal.is_refusal and refusal.detail == "this model has none" and not engine.scheduler.num_requests
+    assert refusal.is_refusal and refusal.detail == "this model has none" and not engine.scheduler.requests
 
 
 def test_preempted_requests_find_their_places_again() -> None:

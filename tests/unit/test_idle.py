@@ -36,7 +36,7 @@ def test_it_is_computed_behind_what_is_cached_and_nobody_hears_of_it(make_schedu
     output, outcome = step(scheduler, model)
     assert [(chunk.start, chunk.num_tokens) for chunk in output.chunks] == [(8, 8)]
     assert outcome == type(outcome)((), (), (), ())
-    assert is_here(scheduler) and not scheduler.num_requests
+    assert is_here(scheduler) and not scheduler.requests
     assert scheduler.idle.counts == IdleCounts(num_tokens=8, num_computed=1)
 
     submit(scheduler, make_assignment("b", (*NEXT, 1), max_tokens=1))
@@ -65,7 +65,7 @@ def test_no_decode_is_left_out_for_it(make_scheduler: MakeScheduler) -> None:
     model = FakeModel(scheduler.pool)
     for name in "abc":
         submit(scheduler, make_assignment(name, PROMPT, max_tokens=20))
-    while any(request.num_remaining > 1 for request in scheduler.requests()):
+    while any(request.num_remaining > 1 for request in scheduler.requests.values()):
         step(scheduler, model)
     submit(scheduler, idle())
     output, _ = step(scheduler, model)
@@ -83,7 +83,7 @@ def test_it_waits_while_somebody_waits_for_room(make_scheduler: MakeScheduler) -
     step(scheduler, model)
     while "a" in scheduler.running:
         assert all(not chunk.request.assignment.is_idle for chunk in step(scheduler, model)[0].chunks)
-    assert "b" in {request.request_id for request in scheduler.requests()}
+    assert "b" in {request.request_id for request in scheduler.requests.values()}
     run_all(scheduler, model)
     assert is_here(scheduler)
 
@@ -109,8 +109,8 @@ def test_it_is_bounded(make_scheduler: MakeScheduler) -> None:
     assert not step(scheduler, model, now=5.0)[0].chunks
     for number in range(MAX_REQUESTS + 3):
         submit(scheduler, idle((number % 4, number // 4, 0, 0), str(number)), now=5.0)
-    assert scheduler.num_requests == MAX_REQUESTS
-    assert scheduler.get("2") is None and scheduler.get("3") is not None, "the oldest go"
+    assert len(scheduler.requests) == MAX_REQUESTS
+    assert scheduler.requests.get("2") is None and scheduler.requests.get("3") is not None, "the oldest go"
     run_all(scheduler, model, now=5.0)
     counts = scheduler.idle.counts
     assert (counts.num_computed, counts.num_dropped) == (MAX_REQUESTS, 5)

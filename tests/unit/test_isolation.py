@@ -156,7 +156,7 @@ def test_a_broken_model_is_found_at_once_and_ends_no_request() -> None:
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.step(0.0)
     assert model.num_runs == 2 and not engine.still_runs()
-    assert engine.scheduler.num_requests == 8
+    assert len(engine.scheduler.requests) == 8
     engine.scheduler.check_integrity()
 
 
@@ -168,7 +168,7 @@ def test_a_model_that_breaks_while_the_one_is_looked_for_ends_no_request(breaks_
     with pytest.raises(ValueError, match="cannot stand 0"):
         engine.step(0.0)
     assert model.num_runs >= breaks_at and not engine.still_runs()
-    assert engine.scheduler.num_requests == 8
+    assert len(engine.scheduler.requests) == 8
     engine.scheduler.check_integrity()
 
 
@@ -180,7 +180,7 @@ def test_work_that_nobody_waits_for_fails_alone_and_gives_back_what_it_holds() -
     events, failures = run(engine)
     assert tokens_of(events["a"]) == answer_to(assignment)
     assert failures.keys() == {"idle"}
-    assert not engine.scheduler.num_requests
+    assert not engine.scheduler.requests
     assert engine.pool.num_available == engine.pool.num_blocks
 
 

@@ -50,7 +50,7 @@ class Weights:
         self.held.add(adapter.digest)
 
     def drop(self, digest: bytes) -> None:
-        requests = [each.assignment for each in self._engine.scheduler.requests()]
+        requests = [each.assignment for each in self._engine.scheduler.requests.values()]
         self.needed += [each.request_id for each in requests if each.adapter and each.adapter.digest == digest]
         self.held.discard(digest)
 

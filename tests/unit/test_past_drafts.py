@@ -374,7 +374,7 @@ def test_an_attempt_that_is_given_up_leaves_its_answer_to_the_next_one() -> None
     engine.submit(asked("a"), 0.0)
     for _ in range(6):
         engine.step(0.0)
-    request = engine.scheduler.get("a")
+    request = engine.scheduler.requests.get("a")
     assert request is not None and request.num_output > 3
     again = replace(asked("a"), attempt=1, token_ids=tuple(request.token_ids))
     engine.abort(["a"], 0.0)
@@ -411,7 +411,7 @@ def test_samples_of_one_prompt_draft_from_each_other() -> None:
     engine.submit(asked("others", OTHERS), 0.0)
     for _ in range(10):
         engine.step(0.0)
-    assert [each.num_output for each in engine.scheduler.requests()] == [30, 30, 10]
+    assert [each.num_output for each in engine.scheduler.requests.values()] == [30, 30, 10]
     drafted, accepted = counts(engine, DraftSource.PAST)
     assert drafted == accepted == 20
     found = answers(engine)

@@ -166,7 +166,7 @@ def test_a_preempted_request_goes_on_where_it_was(make_scheduler: MakeScheduler,
     submit(scheduler, pooling(kind=kind))
     events: list[TokenEvent] = []
     num_preempted = 0
-    while scheduler.num_requests:
+    while scheduler.requests:
         output, outcome = step(scheduler, model)
         scheduler.check_integrity()
         num_preempted += len(output.preempted)

@@ -283,7 +283,7 @@ def test_at_most_max_requests_run(make_scheduler: MakeScheduler) -> None:
     for index in range(4):
         submit(scheduler, make_assignment(str(index), (index, 3), max_tokens=3))
     assert scheduled(step(scheduler, model)[0]).keys() == {"0", "1"}
-    assert (len(scheduler.running), scheduler.num_waiting, scheduler.num_requests) == (2, 2, 4)
+    assert (len(scheduler.running), scheduler.num_waiting, len(scheduler.requests)) == (2, 2, 4)
     run_all(scheduler, model)
 
 
@@ -298,7 +298,7 @@ def test_the_latest_is_preempted_and_resumes_before_anybody_new(make_scheduler: 
         submit(scheduler, assignment)
     events: dict[str, list[TokenEvent]] = {}
     preempted: list[str] = []
-    while scheduler.num_requests:
+    while scheduler.requests:
         output, outcome = step(scheduler, model)
         preempted += output.preempted
         if preempted and "1" in {request.request_id for request in scheduler.preempted}:
@@ -336,7 +336,7 @@ def test_the_least_urgent_is_preempted_and_resumes_after_more_urgent_ones(make_s
         submit(scheduler, assignment)
     preempted: list[str] = []
     ended: list[str] = []
-    while scheduler.num_requests:
+    while scheduler.requests:
         output, outcome = step(scheduler, model)
         preempted += output.preempted
         ended += [request.request_id for request in outcome.finished]
@@ -405,7 +405,7 @@ def test_one_that_is_preempted_after_it_was_scheduled_is_not_run(make_scheduler:
     submit(scheduler, second)
     outputs = []
     events: list[TokenEvent] = []
-    while scheduler.num_requests:
+    while scheduler.requests:
         output, outcome = step(scheduler, model)
         outputs.append((scheduled(output), output.preempted))
         events += outcome.events
@@ -496,7 +496,7 @@ def test_abort_releases_everything(make_scheduler: MakeScheduler) -> None:
     assert scheduler.abort("a", 0.0)
     assert not scheduler.abort("a", 0.0)
     assert scheduler.pool.num_available == scheduler.pool.num_blocks
-    assert scheduler.num_requests == 0
+    assert len(scheduler.requests) == 0
 
 
 @pytest.mark.parametrize(("has_ended", "expected"), [(False, "pause"), (True, "retire")])
@@ -545,7 +545,7 @@ def test_a_prefill_assignment_exports_and_hands_over(make_scheduler: MakeSchedul
     assert export.hashes == (hashes[2], tail)
     assert export.handover == Handover("a", 0, answer_to(make_assignment(prompt=prompt))[0], tail)
     assert outcome.events[0].finish is None and len(outcome.finished) == 1
-    assert scheduler.num_requests == 0
+    assert len(scheduler.requests) == 0
 
 
 def test_a_prompt_of_whole_blocks_is_handed_over_without_a_tail(make_scheduler: MakeScheduler) -> None:

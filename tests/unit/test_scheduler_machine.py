@@ -275,9 +275,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit_twice(self, data: st.DataObject) -> None:
         """The same attempt once more changes nothing."""
         known = self._draw(data, self._live())
-        before = self.scheduler.get(known.assignment.request_id)
+        before = self.scheduler.requests.get(known.assignment.request_id)
         self.scheduler.submit(known.assignment, ROOT, self.now)
-        assert self.scheduler.get(known.assignment.request_id) is before
+        assert self.scheduler.requests.get(known.assignment.request_id) is before
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
@@ -312,7 +312,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail = hashes[-1] if len(assignment.token_ids) % self.pool.block_size else None
         sent = Handover(assignment.request_id, assignment.attempt, known.answer[known.num_sent], tail)
         self._import(hashes[max(0, len(hashes) - num_late - 1) :], is_intact, sent)
-        request = self.scheduler.get(assignment.request_id)
+        request = self.scheduler.requests.get(assignment.request_id)
         assert request is not None
         accepts = request.awaits_handover
         assert not accepts or request in self.scheduler.waiting, "a request that started may have sampled the token"
@@ -397,7 +397,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(MAX_REQUESTS * self.pool.num_blocks):
             self._begin()
             self._end()
-        assert self.scheduler.num_requests == 0
+        assert len(self.scheduler.requests) == 0
         assert self.pool.keeps_blocks or self.pool.drain_journal() == ([], [])
         assert self.pool.num_available == self.pool.num_blocks
 
@@ -409,7 +409,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check(self) -> None:
         self.scheduler.check_integrity(block for export in self.exports for block in export.blocks)
         idle = {request.request_id for request in self.scheduler.idle}
-        assert {request.request_id for request in self.scheduler.requests()} - idle == self._live().keys()
+        assert {request.request_id for request in self.scheduler.requests.values()} - idle == self._live().keys()
         if self.under_way is None:
             assert not any(request.blocks for request in self.scheduler.idle), "idle work holds blocks between steps"
             running = self.scheduler.running.values()
@@ -475,8 +475,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert output.chunks or not self.scheduler.running, "requests run, but nothing is computed"
         assert not output.preempted or self.scheduler.running.keys() <= running, "a step that preempts starts nothing"
         resumed = set(self.scheduler.running) - running
-        urgency = {request.request_id: request.assignment.priority for request in self.scheduler.requests()}
-        tenant = {request.request_id: request.tenant for request in self.scheduler.requests()}
+        urgency = {request.request_id: request.assignment.priority for request in self.scheduler.requests.values()}
+        tenant = {request.request_id: request.tenant for request in self.scheduler.requests.values()}
         pairs = [(one, other) for one in before - resumed for other in resumed - before]
         overtaken = [one for one, other in pairs if tenant[one] == tenant[other] and urgency[one] <= urgency[other]]
         assert not overtaken or output.preempted, "a swapped request is overtaken"

@@ -59,7 +59,7 @@ def preempted(
 
 def test_a_swapped_request_goes_on_where_it_was() -> None:
     scheduler, model, output = preempted()
-    late = scheduler.get("late")
+    late = scheduler.requests.get("late")
     assert late is not None and late.swapped is not None and swaps(output) == [SwapOut]
     num_computed = late.swapped.num_computed
     assert num_computed % 4, "the last block is a partial one"
@@ -93,7 +93,7 @@ def test_the_quicker_way_is_taken() -> None:
 def test_what_the_pool_still_has_is_not_copied_back() -> None:
     """Only the partial block must come back if nobody took the full ones meanwhile."""
     scheduler, model, _ = preempted()
-    late = scheduler.get("late")
+    late = scheduler.requests.get("late")
     assert late is not None and late.swapped is not None
     num_full = late.swapped.num_computed // 4
     scheduler.abort("old", 0.0)
@@ -110,7 +110,7 @@ def test_blocks_that_others_hold_are_not_copied_out() -> None:
         submit(scheduler, make_assignment(name, (*same, len(name) % 4), max_tokens=16))
         step(scheduler, model)
     output = until_preempted(scheduler, model)
-    late = scheduler.get("late")
+    late = scheduler.requests.get("late")
     assert late is not None and late.swapped is not None
     assert late.swapped.first_block == 2
     [move] = [move for move in output.moves if isinstance(move, SwapOut)]
@@ -122,7 +122,7 @@ def test_blocks_that_others_hold_are_not_copied_out() -> None:
 def test_what_no_longer_meets_the_pool_is_dropped() -> None:
     """The shared beginning has been evicted: what follows it is of no use."""
     scheduler, model, _ = preempted()
-    late = scheduler.get("late")
+    late = scheduler.requests.get("late")
     assert late is not None and late.swapped is not None
     late.swapped = Swapped(1, late.swapped.num_blocks, late.swapped.num_computed)
     scheduler.abort("old", 0.0)
@@ -136,7 +136,7 @@ def test_what_no_longer_meets_the_pool_is_dropped() -> None:
 
 def test_one_that_must_go_again_before_it_has_computed_anything_stays_outside() -> None:
     scheduler, model, _ = preempted(late=EVEN)
-    even = scheduler.get("even")
+    even = scheduler.requests.get("even")
     assert even is not None and even.swapped is not None
     before = even.swapped
     assert before.num_computed == before.num_blocks * 4, "the next token needs another block"
@@ -167,7 +167,7 @@ def test_what_does_not_fit_in_any_more_is_computed_again_in_chunks() -> None:
 
 def test_a_swapped_request_does_not_wait_for_others_to_compute_what_it_has() -> None:
     scheduler, model, _ = preempted()
-    late = scheduler.get("late")
+    late = scheduler.requests.get("late")
     assert late is not None
     scheduler.abort("old", 0.0)
     scheduler.pool.reset()
@@ -196,7 +196,7 @@ def test_nobody_who_waits_overtakes_a_swapped_request() -> None:
     scheduler, model, _ = preempted()
     submit(scheduler, make_assignment("new", (2,), max_tokens=1))
     started = []
-    while scheduler.num_requests:
+    while scheduler.requests:
         output, _ = step(scheduler, model)
         started += [chunk.request.request_id for chunk in output.chunks if chunk.request.request_id not in started]
     assert started == ["old", "late", "new"]
@@ -213,7 +213,7 @@ def test_a_swapped_request_resumes_before_an_earlier_one_that_is_computed_again(
     by_id = {request.request_id: request for request in scheduler.preempted}
     assert by_id["late"].swapped is not None and by_id["again"].swapped is None
     started = []
-    while scheduler.num_requests:
+    while scheduler.requests:
         output, _ = step(scheduler, model)
         started += [chunk.request.request_id for chunk in output.chunks if chunk.request.request_id not in started]
         scheduler.check_integrity()
@@ -276,7 +276,7 @@ def engines() -> Iterator[list[Engine]]:
     yield made
     for engine in made:
         engine.scheduler.check_integrity()
-        assert engine.scheduler.num_requests == 0 and engine.pool.num_available == engine.pool.num_blocks
+        assert len(engine.scheduler.requests) == 0 and engine.pool.num_available == engine.pool.num_blocks
 
 
 @pytest.mark.parametrize("token_budget", [24, 100])
@@ -294,7 +294,7 @@ def test_in_a_third_of_the_blocks_everybody_is_answered_as_ever(
     for each in assignments:
         engine.submit(each, 0.0)
     answers: dict[str, list[int | None]] = {}
-    while engine.scheduler.num_requests:
+    while engine.scheduler.requests:
         result = engine.step(0.0)
         engine.scheduler.check_integrity()
         assert engine.scheduler.num_swapped == len(kept)

@@ -89,27 +89,28 @@ class Scheduler:
         self.swap_policy = SwapPolicy() if swap_policy is None else swap_policy
         self.prompt_results = PromptResults()
 
-        # Each request of `_requests` is in exactly one of these, or idle.
+        # Each request of `requests` is in exactly one of these, or idle.
         self.waiting: deque[Request] = deque()
         self.preempted: deque[Request] = deque()
         self.running: dict[str, Request] = {}
-        self._requests: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}
+        """All requests of the worker, by id, to be read by others."""
         self._num_submitted = 0
 
         self._time = VirtualTime(weights_of(tenants))
-        self.idle = IdleWork(pool, limits.token_budget, self._requests)
+        self.idle = IdleWork(pool, limits.token_budget, self.requests)
         self.early = EarlyMessages()
-        self.imports = Imports(pool, self.waiting, self._requests, self.early)
-        self._swaps = Swaps(pool, self.swap_policy, limits.token_budget)
-        self._contents = Contents(pool, self._swaps)
-        self.transfers = Transfers(pool, self._requests)
+        self.imports = Imports(pool, self.waiting, self.requests, self.early)
+        self.swaps = Swaps(pool, self.swap_policy, limits.token_budget)
+        self._contents = Contents(pool, self.swaps)
+        self.transfers = Transfers(pool, self.requests)
         self.drafting = Drafting(pool, self.swap_policy, limits.token_budget, max_model_len)
 
     # Requests
 
     def submit(self, assignment: Assignment, root: BlockHash, now: float) -> None:
         """Queue an assignment. A newer attempt of a known request replaces the older one."""
-        known = self._requests.get(assignment.request_id)
+        known = self.requests.get(assignment.request_id)
         if known is not None:
             # Calls may overtake each other: an older attempt comes too late.
             if known.assignment.attempt >= assignment.attempt:
@@ -129,7 +130,7 @@ class Scheduler:
         if assignment.is_idle:
             self.idle.add(request, now)
             return
-        self._requests[request.request_id] = request
+        self.requests[request.request_id] = request
         self._time.joined(request.tenant)
         self.waiting.append(request)
         self.imports.begin(request, now)
@@ -139,7 +140,7 @@ class Scheduler:
 
         `has_ended`: all its tokens were delivered, for example up to a stop string; a normal end for eviction.
         """
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is None:
             return False
         self._remove(request, now, has_ended=has_ended)
@@ -159,16 +160,12 @@ class Scheduler:
         Requests that run beyond a lowered `max_requests` run to their end, and a step has room for all of them that
         decode."""
         self.limits = limits
-        for part in (self.idle, self._swaps, self.drafting):
+        for part in (self.idle, self.swaps, self.drafting):
             part.token_budget = limits.token_budget
         self.pool.limit(quotas(tenants, self.pool.num_blocks))
         self._time.weigh(weights_of(tenants))
 
     # One step
-
-    def forget_moves(self) -> None:
-        """Forget the moves of a step that failed, except the dropping of kept contents."""
-        self._swaps.forget_moves()
 
     def schedule(self, now: float, drafts: Sequence[Draft] = ()) -> SchedulerOutput:
         """Choose the next step's chunks, and allocate their blocks. `drafts`: guesses of decoding requests' tokens."""
@@ -209,15 +206,15 @@ class Scheduler:
             chunks = self.drafting.add(chunks, drafts, budget, self._room, now)
             chunks += self._idle_chunks(chunks, now)
 
-        moves = self._swaps.take_moves()
+        moves = self.swaps.take_moves()
         for move in moves:
             if isinstance(move, SwapIn):
-                self._requests[move.request_id].swapped = None
+                self.requests[move.request_id].swapped = None
         return SchedulerOutput(tuple(chunks), tuple(preempted), moves)
 
     def swap_failed(self, request_id: str, output: SchedulerOutput, now: float) -> SchedulerOutput:
         """Recompute a request whose KV could not be copied out of the pool, or back; returns the rest of the step."""
-        request = self._requests[request_id]
+        request = self.requests[request_id]
         request.swapped = None
         if request_id in self.running:
             self._leave_running(request, now, has_ended=False)
@@ -234,12 +231,12 @@ class Scheduler:
         finished: list[Request] = []
 
         # Aborted requests' tenants may be gone, and nobody waits for idle work.
-        here = [chunk for chunk in output.chunks if self._requests.get(chunk.request.request_id) is chunk.request]
+        here = [chunk for chunk in output.chunks if self.requests.get(chunk.request.request_id) is chunk.request]
         here = [chunk for chunk in here if not chunk.request.assignment.is_idle]
         self._time.computed(here, self.swap_policy.costs)
         for chunk in output.chunks:
             request = chunk.request
-            if self._requests.get(request.request_id) is not request:
+            if self.requests.get(request.request_id) is not request:
                 continue  # aborted while the step ran
 
             # Accepted draft tokens, and new full blocks, for all requests that wait for them.
@@ -274,10 +271,6 @@ class Scheduler:
     # Queries
 
     @property
-    def num_requests(self) -> int:
-        return len(self._requests)
-
-    @property
     def num_waiting(self) -> int:
         """Requests without blocks to compute with: waiting and preempted ones."""
         return len(self.waiting) + len(self.preempted)
@@ -287,16 +280,10 @@ class Scheduler:
         """Preempted requests whose KV is kept outside the pool."""
         return sum(request.swapped is not None for request in self.preempted)
 
-    def requests(self) -> Iterable[Request]:
-        return self._requests.values()
-
-    def get(self, request_id: str) -> Request | None:
-        return self._requests.get(request_id)
-
     def check_integrity(self, extra_held: Iterable[int] = ()) -> None:
         """Assert that each request is in one place, and that all references are the requests' or in `extra_held`."""
         places = [*self.waiting, *self.preempted, *self.running.values()]
-        _check_places(places, self.running, self.idle, self._requests)
+        _check_places(places, self.running, self.idle, self.requests)
         _check_references(self.pool, places, self.idle, extra_held)
         assert all(owner.request_id in self.running for owner in self._contents.computing.values())
         assert all(request.swapped is None or request in self.preempted for request in places)
@@ -392,12 +379,17 @@ class Scheduler:
     def _above_share(self, request: Request, turns: StartTurns) -> Request | None:
         """The running request that gives way to one of another tenant: the last one of the tenant with the most above
         its share. None if nobody is above, or this tenant would be itself, so that no room goes back and forth."""
+
+        def part(running: Request) -> float:
+            # Of the places or of the blocks, whichever is more.
+            return max(1 / self.limits.max_requests, running.num_needed_blocks / self.pool.num_blocks)
+
         used: dict[str, float] = {}
         for other in self.running.values():
-            used[other.tenant] = used.get(other.tenant, 0.0) + self._part(other)
+            used[other.tenant] = used.get(other.tenant, 0.0) + part(other)
         shares = self._time.shares()
         # With this request the tenant would be above its own share, and would have to give back.
-        if used.get(request.tenant, 0.0) + self._part(request) > shares[request.tenant]:
+        if used.get(request.tenant, 0.0) + part(request) > shares[request.tenant]:
             return None
 
         # What is preempted waits at the head of its tenant's queue: it must not be that tenant's turn next.
@@ -410,10 +402,6 @@ class Scheduler:
         excess = {tenant: part - shares[tenant] for tenant, part in used.items()}
         return max(victims, key=lambda other: (excess[other.tenant], other.tenant, *rank(other)), default=None)
 
-    def _part(self, request: Request) -> float:
-        """Share of the room that a running request has, of places or of blocks, whichever is more."""
-        return max(1 / self.limits.max_requests, request.num_needed_blocks / self.pool.num_blocks)
-
     def _start(self, request: Request, matched: list[int], now: float) -> None:
         """Run a request from the `matched` blocks on."""
         self.pool.acquire(matched)
@@ -421,7 +409,7 @@ class Scheduler:
 
         # KV from the cache, from outside the pool, from a handover, or from a similar block.
         request.begin_with(matched)
-        if not self._swaps.swap_in(request, now):
+        if not self.swaps.swap_in(request, now):
             self._contents.take_tail(request)
             self._contents.copy_beginning(request, now)
         self._contents.begin(request, len(matched))
@@ -466,9 +454,9 @@ class Scheduler:
 
     def _preempt(self, request: Request, now: float) -> None:
         if request.swapped is None:
-            self._swaps.swap_out(request, self.preempted)
+            self.swaps.swap_out(request, self.preempted)
         else:  # it was to come back in this step: its contents stay outside
-            self._swaps.cancel_swap_in(request)
+            self.swaps.cancel_swap_in(request)
         self._leave_running(request, now, has_ended=False)
         request.num_preemptions += 1
         self.preempted.appendleft(request)
@@ -484,14 +472,14 @@ class Scheduler:
         if request.assignment.is_idle:
             self.idle.drop(request, now)
             return
-        self._swaps.drop(request)
+        self.swaps.drop(request)
         if request.request_id in self.running:
             self._leave_running(request, now, has_ended=has_ended)
         else:
             (self.preempted if request in self.preempted else self.waiting).remove(request)
             self._contents.drop_tail(request, now)
         self.imports.end(request, now)
-        del self._requests[request.request_id]
+        del self.requests[request.request_id]
         self._time.left(request.tenant)
 
 

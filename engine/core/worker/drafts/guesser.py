@@ -60,7 +60,7 @@ class Guesser:
         """Give requests that begin to decode an index, as far as the memory of all allows."""
         if not requests:
             return
-        known = [request.suffixes for request in scheduler.requests() if request.suffixes is not None]
+        known = [request.suffixes for request in scheduler.requests.values() if request.suffixes is not None]
         num_tokens = sum(suffixes.num_tokens for suffixes in known)
         for request in requests:
             end = request.assignment.num_prompt_tokens
