@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -413,9 +414,10 @@ def module_of(file: str) -> str:
     return f"raydix.{name}" if name.partition(".")[0] in PACKAGES else name
 
 
-def nearest_tests(modules: Iterable[str]) -> list[str]:
-    """The files of unit tests that import one of the modules over the fewest others."""
-    importers: dict[str, set[str]] = {}
+@cache
+def importers() -> dict[str, set[str]]:
+    """The files, from the root of the tree, that import a module or a name in one."""
+    found: dict[str, set[str]] = {}
     for path in (path for part in PARTS for path in (ROOT / part).rglob("*.py")):
         file = str(path.relative_to(ROOT))
         for node in ast.walk(ast.parse(path.read_text())):
@@ -423,12 +425,17 @@ def nearest_tests(modules: Iterable[str]) -> list[str]:
             if isinstance(node, ast.ImportFrom):
                 names = [str(node.module), *(f"{node.module}.{name}" for name in names)]
             for name in names:
-                importers.setdefault(name, set()).add(file)
+                found.setdefault(name, set()).add(file)
+    return found
+
+
+def nearest_tests(modules: Iterable[str]) -> list[str]:
+    """The files of unit tests that import one of the modules over the fewest others."""
     found = set[str]()
     for module in modules:
         known, border, tests = {module}, {module}, set[str]()
         while border and not tests:
-            files = {file for name in border for file in importers.get(name, ())}
+            files = {file for name in border for file in importers().get(name, ())}
             tests = {file for file in files if file.startswith("tests/unit/test_")}
             border = {module_of(file) for file in files} - known
             known |= border

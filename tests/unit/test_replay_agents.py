@@ -76,7 +76,7 @@ def test_turns_save_prompts_where_sessions_do_not_fit() -> None:
     steps, hits = {}, {}
     for rule in ("lru", "turns-lru"):
         run = RuleRun(trace, num_workers=1, capacity=3800, rule=rule, seed=0)
-        run.run(num_slots=10, end_s=1500.0)
+        run.run(num_slots=10, end_s=400.0)
         steps[rule] = len(run.ended)
         hits[rule] = sum(job.num_hits for _, job in run.ended) / sum(len(job.request.hashes) for _, job in run.ended)
         assert len({slot for slot, _ in run.ended}) == 10, "everyone has had a turn"
@@ -89,6 +89,6 @@ def test_turns_change_nothing_while_all_fit() -> None:
     ended = []
     for rule in ("adaptive", "turns"):
         run = RuleRun(trace, num_workers=1, capacity=5000, rule=rule, seed=0)
-        run.run(num_slots=3, end_s=600.0)
+        run.run(num_slots=3, end_s=200.0)
         ended.append([(slot, job.first_token_s, job.finished_s) for slot, job in run.ended])
     assert ended[0] == ended[1]

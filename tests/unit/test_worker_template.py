@@ -188,7 +188,7 @@ def test_workers_draw_different_ids(tmp_path: Path, programs: Path) -> None:
     template = WorkerTemplate(tmp_path, parts=[part for part in PARTS if part != FIRST_WORKER])
     try:
         ids = [start(template, programs)["id"] for _ in range(3)]
-        for _ in range(20):  # more of the parts are imported between two of these
+        for _ in range(8):  # more of the parts are imported between two of these
             ids.append(start(template, programs)["id"])
         assert len(set(ids)) == len(ids)
     finally:
