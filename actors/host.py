@@ -43,6 +43,7 @@ from raydix.actors.changes import log_refused, when_changed
 from raydix.actors.hosted import hosted
 from raydix.actors.last_words import condemn
 from raydix.actors.logs import log_to_ray, set_level
+from raydix.actors.manager.succession import Succession
 from raydix.actors.messages import STARTING_REPORT_S
 from raydix.actors.names import announce_manager, incarnation_name
 from raydix.actors.rpc import ActorClient, ManagerClient, find_manager
@@ -285,16 +286,18 @@ class ActorHost:
         predecessor, terms = await self._find_manager(), dict[str, object]()
         if predecessor is not None:
             try:
-                terms |= await answer(predecessor.succession.prepare_succession(child.handle), ASK_TIMEOUT_S)
+                prepared = predecessor.of_succession(Succession.prepare, [child.handle])
+                terms |= await answer(prepared, ASK_TIMEOUT_S)
             except (RayError, TimeoutError, AttributeError) as error:  # dead, silent, or of older code
                 logger.info("no manager hands over (%s)", type(error).__name__)
 
         await self._ready(child)
         if terms:
-            await answer(successor.succession.expect_memory(), CHECK_TIMEOUT_S)
+            await answer(successor.of_succession(Succession.expect_memory), CHECK_TIMEOUT_S)
         await announce_manager(name, self._app_name)
         if predecessor is not None and terms:
-            await answer(successor.succession.take_over(predecessor.handle, terms), CHECK_TIMEOUT_S)
+            taken = successor.of_succession(Succession.take_over, [predecessor.handle], terms)
+            await answer(taken, CHECK_TIMEOUT_S)
 
     async def _find_manager(self) -> ManagerClient | None:
         """The manager announced last, alive or not; None if there is none, or Ray cannot say."""

@@ -4,24 +4,21 @@ A call is sent when the client's method is called. Awaiting the returned object 
 method's error, or RayError if the actor is dead or out of reach.
 """
 
-from array import array
-from collections.abc import AsyncIterable, Awaitable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from raydix.actors.messages import ImportReport, Memory, Registration, WorkerState
+from raydix.actors.messages import ImportReport, Registration, WorkerState
 from raydix.actors.metric_values import MetricFamily
 from raydix.actors.names import manager_name, named_actor
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.doctor import Miss
 from raydix.engine.core.manager.block_index import CacheUpdate
 from raydix.engine.core.manager.elastic import PoolLimits, Wanted
-from raydix.engine.core.manager.succession import Offer, Terms
 from raydix.engine.core.manager.turns import TurnLimits
-from raydix.engine.core.memory.response_store import Abandoned
 from raydix.engine.core.objectives import Late, Objectives
 from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.tenants import Tenant
@@ -41,6 +38,13 @@ from raydix.engine.core.types import (
     SegmentHeader,
     StreamEvent,
 )
+from raydix.engine.serving.answer_keeper import AnswerKeeper
+
+if TYPE_CHECKING:
+    from raydix.actors.manager.succession import Succession
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Handle: TypeAlias = ActorHandle[Any]
 """Ray's handle of an actor, without types."""
@@ -131,65 +135,20 @@ class WorkerClient(ActorClient):
         return _sent(self.handle.unload_adapter.remote(adapter))
 
 
-class AnswersClient:
-    """The answers and responses that a manager keeps for later requests."""
+class AdaptersClient:
+    """The adapters that a manager has loaded into all workers at run time."""
 
     def __init__(self, handle: Handle) -> None:
         self.handle: Any = handle
 
-    def recall(self, names: Sequence[bytes]) -> "Awaitable[list[array[int] | None]]":
-        return _sent(self.handle.recall.remote(names))
+    def adapters(self) -> Awaitable[tuple[Adapter, ...] | None]:
+        return _sent(self.handle.adapters.remote())
 
-    def remember(self, transcripts: "Sequence[tuple[bytes, array[int], str]]") -> Awaitable[list[bool]]:
-        return _sent(self.handle.remember.remote(transcripts))
+    def load_adapter(self, adapter: Adapter, limit: int, *, in_place: bool) -> Awaitable[str | None]:
+        return _sent(self.handle.load_adapter.remote(adapter, limit, in_place))
 
-    def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str) -> Awaitable[bool]:
-        return _sent(self.handle.keep_response.remote(name, parent, data, tenant))
-
-    def replace_response(self, name: bytes, beginning: bytes, data: bytes) -> Awaitable[bool]:
-        return _sent(self.handle.replace_response.remote(name, beginning, data))
-
-    def renew_responses(self, claims: Sequence[tuple[bytes, bytes]]) -> Awaitable[tuple[list[bool], list[Abandoned]]]:
-        return _sent(self.handle.renew_responses.remote(claims))
-
-    def find_response(self, name: bytes, with_earlier: bool) -> Awaitable[list[bytes]]:
-        return _sent(self.handle.find_response.remote(name, with_earlier))
-
-    def delete_response(self, name: bytes) -> Awaitable[bool]:
-        return _sent(self.handle.delete_response.remote(name))
-
-
-class SuccessionClient:
-    """What one manager leaves to the next (`raydix.actors.manager.succession`)."""
-
-    def __init__(self, handle: Handle) -> None:
-        self.handle: Any = handle
-
-    def prepare_succession(self, successor: Handle) -> Awaitable[Terms]:
-        return _sent(self.handle.prepare_succession.remote([successor]))
-
-    def expect_memory(self) -> Awaitable[None]:
-        return _sent(self.handle.expect_memory.remote())
-
-    def take_over(self, predecessor: Handle, others: Terms) -> Awaitable[None]:
-        return _sent(self.handle.take_over.remote([predecessor], others))
-
-    def retire(self) -> Awaitable[list[Handle]]:
-        return _sent(self.handle.retire.remote())
-
-    def memory(self) -> Awaitable[Memory]:
-        return _sent(self.handle.memory.remote())
-
-    def offers(self) -> Awaitable[list[Offer]]:
-        return _sent(self.handle.offers.remote())
-
-    def copies(self, segment_ids: Sequence[int]) -> "AsyncIterable[ObjectRef[Any]]":
-        """References to copies of the payloads of these segments, which belong to the caller; None for a segment that
-        is gone."""
-        return _streamed(self.handle.copies.remote(segment_ids))
-
-    def moved_away(self, segment_ids: Sequence[int]) -> Awaitable[None]:
-        return _sent(self.handle.moved_away.remote(segment_ids))
+    def unload_adapter(self, name: str) -> Awaitable[bool]:
+        return _sent(self.handle.unload_adapter.remote(name))
 
 
 class ManagerClient(ActorClient):
@@ -197,8 +156,7 @@ class ManagerClient(ActorClient):
 
     def __init__(self, handle: Handle) -> None:
         super().__init__(handle)
-        self.answers = AnswersClient(handle)
-        self.succession = SuccessionClient(handle)
+        self.loaded = AdaptersClient(handle)
 
     def reconfigure(
         self,
@@ -235,14 +193,22 @@ class ManagerClient(ActorClient):
     ) -> Awaitable[Membership]:
         return _sent(self.handle.workers.remote(ingress_id, active, process, adapters))
 
-    def adapters(self) -> Awaitable[tuple[Adapter, ...] | None]:
-        return _sent(self.handle.adapters.remote())
+    def of_answers(
+        self, method: Callable[Concatenate[AnswerKeeper, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[T]:
+        """Call a method of what the manager keeps of answers for later requests."""
+        return _sent(self.handle.of_answers.remote(method.__name__, *args, **kwargs))
 
-    def load_adapter(self, adapter: Adapter, limit: int, *, in_place: bool) -> Awaitable[str | None]:
-        return _sent(self.handle.load_adapter.remote(adapter, limit, in_place))
+    def of_succession(
+        self, method: "Callable[Concatenate[Succession, P], Awaitable[T]]", *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[T]:
+        """Call a method of the hand-over from one manager to the next."""
+        return _sent(self.handle.of_succession.remote(method.__name__, *args, **kwargs))
 
-    def unload_adapter(self, name: str) -> Awaitable[bool]:
-        return _sent(self.handle.unload_adapter.remote(name))
+    def copies(self, segment_ids: Sequence[int]) -> "AsyncIterable[ObjectRef[Any]]":
+        """References to copies of the payloads of these segments, which belong to the caller; None for a segment that
+        is gone."""
+        return _streamed(self.handle.copies.remote(segment_ids))
 
     def admit(self, requests: Sequence[AdmitRequest]) -> Awaitable[list[Admission | Late | Paused | None]]:
         return _sent(self.handle.admit.remote(requests))

@@ -8,7 +8,7 @@ import logging
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from ray.exceptions import ActorDiedError, RayError
 
@@ -19,11 +19,13 @@ from raydix.actors.runtime import Runtime
 from raydix.engine.core.errors import NoWorkerError, ServiceError
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.memory.response_store import Abandoned
+from raydix.engine.serving.answer_keeper import AnswerKeeper
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Call = Callable[[ManagerClient], Awaitable[T]]
 
@@ -116,26 +118,31 @@ class ManagerAnswers:
     def __init__(self, manager: ManagerLink) -> None:
         self._manager = manager
 
+    async def _ask(
+        self, method: Callable[Concatenate[AnswerKeeper, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        return await self._manager.ask(lambda manager: manager.of_answers(method, *args, **kwargs))
+
     async def remember(self, transcripts: "Sequence[tuple[bytes, array[int], str]]") -> list[bool]:
-        return await self._manager.ask(lambda manager: manager.answers.remember(transcripts))
+        return await self._ask(AnswerKeeper.remember, transcripts)
 
     async def recall(self, names: Sequence[bytes]) -> "list[array[int] | None]":
-        return await self._manager.ask(lambda manager: manager.answers.recall(names))
+        return await self._ask(AnswerKeeper.recall, names)
 
     async def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str) -> bool:
-        return await self._manager.ask(lambda manager: manager.answers.keep_response(name, parent, data, tenant))
+        return await self._ask(AnswerKeeper.keep_response, name, parent, data, tenant)
 
     async def replace_response(self, name: bytes, beginning: bytes, data: bytes) -> bool:
-        return await self._manager.ask(lambda manager: manager.answers.replace_response(name, beginning, data))
+        return await self._ask(AnswerKeeper.replace_response, name, beginning, data)
 
     async def renew_responses(self, claims: Sequence[tuple[bytes, bytes]]) -> tuple[list[bool], list[Abandoned]]:
-        return await self._manager.ask(lambda manager: manager.answers.renew_responses(claims))
+        return await self._ask(AnswerKeeper.renew_responses, claims)
 
     async def find_response(self, name: bytes, with_earlier: bool) -> list[bytes]:
-        return await self._manager.ask(lambda manager: manager.answers.find_response(name, with_earlier))
+        return await self._ask(AnswerKeeper.find_response, name, with_earlier)
 
     async def delete_response(self, name: bytes) -> bool:
-        return await self._manager.ask(lambda manager: manager.answers.delete_response(name))
+        return await self._ask(AnswerKeeper.delete_response, name)
 
 
 def _out_of_reach() -> ServiceError:

@@ -14,9 +14,9 @@ import gc
 import logging
 import os
 import time
-from array import array
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from raydix.actors.instruments import families_of
 from raydix.actors.logs import DEFAULTS, log_to_ray, set_level
@@ -29,7 +29,7 @@ from raydix.actors.manager.loaded_adapters import LoadedAdapters
 from raydix.actors.manager.pool_resets import UNDER_WAY_S, PoolResets
 from raydix.actors.manager.succession import Succession
 from raydix.actors.manager.worker_watch import WorkerWatch
-from raydix.actors.messages import Memory, Registration, WorkerState
+from raydix.actors.messages import Registration, WorkerState
 from raydix.actors.metric_values import MetricFamily
 from raydix.actors.metrics import HoldMetrics, ManagerMetrics
 from raydix.actors.processes import ProcessWatch
@@ -47,12 +47,10 @@ from raydix.engine.core.manager.cache_report import cache_report
 from raydix.engine.core.manager.directory import Directory, explained
 from raydix.engine.core.manager.elastic import ONE_WORKER, PoolLimits, Wanted
 from raydix.engine.core.manager.placement import CostModel
-from raydix.engine.core.manager.succession import Offer, Terms
 from raydix.engine.core.manager.turns import NO_TURNS, PausedError, TurnLimits
-from raydix.engine.core.memory.response_store import Abandoned
 from raydix.engine.core.objectives import NO_OBJECTIVES, Late, Objectives
 from raydix.engine.core.shares import weights_of
-from raydix.engine.core.tenants import ANONYMOUS, Tenant
+from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import (
     Adapter,
     AdapterReport,
@@ -290,42 +288,22 @@ class KVCacheManager:
         over = [end.request_id for end in ended if not self._directory.has_newer_attempt(end.request_id, end.attempt)]
         self._ingresses.release(ingress_id, over)
 
-    # Answers that later requests refer to
+    # What parts of the manager answer themselves
 
-    async def recall(self, names: Sequence[bytes]) -> "list[array[int] | None]":
-        """Token ids under each name; None for an unknown name."""
+    async def of_answers(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the memory of answers, by its name in `AnswerKeeper`."""
+        # A predecessor's answers may be on their way: without them the caller would be told that there are none.
         await self.succession.memory_is_ready()
-        return self._memory.recall(names)
+        return getattr(self._memory, method)(*args, **kwargs)
 
-    async def remember(self, transcripts: Sequence[tuple[bytes, "array[int]", str]]) -> list[bool]:
-        """Keep token ids under names, each for a tenant; returns for each whether the ids are kept."""
-        await self.succession.memory_is_ready()
-        return self._memory.remember(transcripts)
+    async def of_succession(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of `Succession`, by its name: the hand-over from one manager to the next."""
+        return await getattr(self.succession, method)(*args, **kwargs)
 
-    async def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str = ANONYMOUS.name) -> bool:
-        """Keep a tenant's response that goes on from its parent; returns whether the response is kept."""
-        await self.succession.memory_is_ready()
-        return self._memory.keep_response(name, parent, data, tenant)
-
-    async def replace_response(self, name: bytes, beginning: bytes, data: bytes) -> bool:
-        """Put other data in the place of a response's that begins so; whether it was done."""
-        await self.succession.memory_is_ready()
-        return self._memory.replace_response(name, beginning, data)
-
-    async def renew_responses(self, claims: Sequence[tuple[bytes, bytes]]) -> tuple[list[bool], list[Abandoned]]:
-        """Renew claims of responses under way, and take abandoned ones (`ClientMemory.renew_responses`)."""
-        await self.succession.memory_is_ready()
-        return self._memory.renew_responses(claims)
-
-    async def find_response(self, name: bytes, with_earlier: bool) -> list[bytes]:
-        """The data of a response, and of those before it (`ResponseStore.find`)."""
-        await self.succession.memory_is_ready()
-        return self._memory.find_response(name, with_earlier)
-
-    async def delete_response(self, name: bytes) -> bool:
-        """Forget a response; False for an unknown name."""
-        await self.succession.memory_is_ready()
-        return self._memory.delete_response(name)
+    async def copies(self, segment_ids: Sequence[int]) -> AsyncIterator[object]:
+        """Yield a copy of each segment's payload, which the caller owns; None for a segment that is gone."""
+        async for payload in self.succession.copies(segment_ids):
+            yield payload
 
     # What operators and clients may see and do
 
@@ -372,39 +350,3 @@ class KVCacheManager:
         """The manager's metrics."""
         self._metrics.look(self._directory)
         return (*families_of(self._metrics), *families_of(self._holds))
-
-    # From one manager to the next (`raydix.actors.manager.succession`)
-
-    async def prepare_succession(self, successor: list[Handle]) -> Terms:
-        """Give the folder on disk to a manager that is about to start; returns this manager's terms."""
-        return await self.succession.prepare(successor[0])
-
-    async def retire(self) -> list[Handle]:
-        """Refuse all requests from now on; returns the workers' handles."""
-        return self.succession.retire()
-
-    async def memory(self) -> Memory:
-        """Transcripts, answers and responses, for the successor."""
-        return self._memory.all()
-
-    async def offers(self) -> list[Offer]:
-        """The segments in the object store, the most valuable first."""
-        return self._directory.stock.offers(time.time())
-
-    async def copies(self, segment_ids: Sequence[int]) -> AsyncIterator[object]:
-        """Yield a copy of each segment's payload, which the caller owns; None for a segment that is gone."""
-        async for payload in self.succession.copies(segment_ids):
-            yield payload
-
-    async def moved_away(self, segment_ids: Sequence[int]) -> None:
-        """Drop segments of which the successor has copies."""
-        for segment_id in segment_ids:
-            self._directory.stock.segments.moved_away(segment_id)
-
-    async def expect_memory(self) -> None:
-        """Let questions for answers and responses wait until a predecessor's have come."""
-        self.succession.expect_memory()
-
-    async def take_over(self, predecessor: list[Handle], others: Terms) -> None:
-        """Have a manager with these terms retire, and take over what it has."""
-        await self.succession.take_over(predecessor[0], others)

@@ -2,7 +2,7 @@
 
 | step, called by | predecessor | successor |
 |---|---|---|
-| `prepare_succession`, the successor's host | gives its folder on disk up | |
+| `prepare`, the successor's host | gives its folder on disk up | |
 | `start`, the host | | takes the folder |
 | `expect_memory`, the host | | lets questions for answers and responses wait |
 | the host announces the successor | | is found from now on |
@@ -27,7 +27,7 @@ from raydix.actors.calls import answer, quietly
 from raydix.actors.manager.client_memory import ClientMemory
 from raydix.actors.manager.disk_tier import DiskTier
 from raydix.actors.manager.executor import Executor
-from raydix.actors.messages import RetiredError
+from raydix.actors.messages import Memory, RetiredError
 from raydix.actors.rpc import Handle, ManagerClient, WorkerClient
 from raydix.engine.background import Background
 from raydix.engine.core.errors import StartupError
@@ -46,7 +46,11 @@ SEGMENTS_S = 20.0
 
 
 class Succession:
-    """The hand-over to this manager from its predecessor, and from this manager to its successor."""
+    """The hand-over to this manager from its predecessor, and from this manager to its successor.
+
+    Others call the methods by `ManagerClient.of_succession`. Handles of managers come in lists, because Ray would take
+    a handle that is an argument by itself for a dependency of the call.
+    """
 
     def __init__(
         self,
@@ -84,19 +88,28 @@ class Succession:
 
     # The predecessor
 
-    async def prepare(self, successor: Handle) -> Terms:
-        """Give the folder on disk to a manager that is about to start; returns this manager's terms."""
+    async def prepare(self, successors: Sequence[Handle]) -> Terms:
+        """Give the folder on disk to the one manager that is about to start; returns this manager's terms."""
+        [successor] = successors
         self._successor = successor
         self._background.start(self._go_on_without(successor))
         if self._disk is not None:
             await self._disk.close()
         return self._terms()
 
-    def retire(self) -> list[Handle]:
+    async def retire(self) -> list[Handle]:
         """Refuse all requests from now on; returns the workers' handles."""
         self.is_retired = True
         logger.info("another manager takes over", extra=about("manager_retires"))
         return [client.handle for client in self._executor.clients.values()]
+
+    async def memory(self) -> Memory:
+        """Transcripts, answers and responses, for the successor."""
+        return self._memory.all()
+
+    async def offers(self) -> list[Offer]:
+        """The segments in the object store, the most valuable first."""
+        return self._directory.stock.offers(time.time())
 
     async def copies(self, segment_ids: Sequence[int]) -> AsyncIterator[object]:
         """Yield a copy of each segment's payload, which the caller owns; None for a segment that is gone."""
@@ -107,6 +120,11 @@ class Succession:
                 yield None if ref is None else await answer(ref, COPY_S)
             except (RayError, TimeoutError):
                 yield None
+
+    async def moved_away(self, segment_ids: Sequence[int]) -> None:
+        """Drop segments of which the successor has copies."""
+        for segment_id in segment_ids:
+            self._directory.stock.segments.moved_away(segment_id)
 
     async def _go_on_without(self, successor: Handle) -> None:
         """Take requests again when the successor dies first."""
@@ -123,21 +141,22 @@ class Succession:
 
     # The successor
 
-    def expect_memory(self) -> None:
+    async def expect_memory(self) -> None:
         """Let questions for answers and responses wait until a predecessor's have come."""
         self._has_memory.clear()
 
-    async def take_over(self, predecessor: Handle, others: Terms) -> None:
-        """Have a manager with these terms retire, and take over what it has."""
+    async def take_over(self, predecessors: Sequence[Handle], others: Terms) -> None:
+        """Have the one manager with these terms retire, and take over what it has."""
+        [predecessor] = predecessors
         began, client = time.monotonic(), ManagerClient(predecessor)
         num_segments = 0
         try:
-            for worker in await answer(client.succession.retire(), ANSWER_S):
+            for worker in await answer(client.of_succession(Succession.retire), ANSWER_S):
                 self._background.start(quietly(WorkerClient(worker).register_again()))
             if reason := disagreement(self._terms(), others):
                 logger.warning("nothing is taken over: %s", reason, extra=about("not_taken_over", reason=reason))
                 return
-            self._memory.take_over(await answer(client.succession.memory(), ANSWER_S))
+            self._memory.take_over(await answer(client.of_succession(Succession.memory), ANSWER_S))
             self._has_memory.set()
             num_segments = await self._take_segments(client)
         except (RayError, TimeoutError) as error:
@@ -153,7 +172,7 @@ class Succession:
     async def _take_segments(self, client: ManagerClient) -> int:
         """Copy the predecessor's segments, the most valuable first; returns their number."""
         segments, now = self._directory.stock.segments, time.time()
-        offers = await answer(client.succession.offers(), ANSWER_S)
+        offers = await answer(client.of_succession(Succession.offers), ANSWER_S)
         node = offers[0].node if offers else ""
         # Copies go into the object store of the predecessor's node: its part of the budget has room for them.
         room_bytes = segments.store_budget_bytes - segments.node_bytes[node]
@@ -174,14 +193,14 @@ class Succession:
 
     async def _take_batch(self, client: ManagerClient, batch: Sequence[Offer], taken: list[int]) -> None:
         segment_ids = [offer.segment_id for offer in batch]
-        stream = aiter(client.succession.copies(segment_ids))
+        stream = aiter(client.copies(segment_ids))
         for offer in batch:
             ref = await anext(stream)
             if await ref is not None:
                 segment, instructions = self._directory.stock.exported(offer.header, ref, time.time(), node=offer.node)
                 self._executor.carry_out(instructions)
                 taken.append(segment.segment_id)
-        await client.succession.moved_away(segment_ids)
+        await client.of_succession(Succession.moved_away, segment_ids)
 
     def _terms(self) -> Terms:
         return terms(self._directory.costs.block_size, self._directory.stock.keeps_segments)

@@ -328,10 +328,13 @@ class FakeLink(ManagerLink):
 
 class Memory(ManagerClient):
     def __init__(self, kept: dict[bytes, Any], responses: ResponseStore, now: float) -> None:
-        self.answers = cast(Any, self)  # one double for both
+        self.loaded = cast(Any, self)  # one double for both
         self._kept = kept
         self._responses = responses
         self._now = now
+
+    def of_answers(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, method.__name__)(*args, **kwargs)
 
     async def remember(self, transcripts: Any) -> list[bool]:
         self._kept.update({name: token_ids for name, token_ids, _ in transcripts})

@@ -331,10 +331,10 @@ def test_transcripts_are_kept_until_the_cache_is_reset() -> None:
         from array import array
 
         manager = make_manager()
-        assert await manager.remember([(b"n", array("i", [1, 2]), "t")]) == [True]
-        assert await manager.recall([b"n", b"m"]) == [array("i", [1, 2]), None]
+        assert await manager.of_answers("remember", [(b"n", array("i", [1, 2]), "t")]) == [True]
+        assert await manager.of_answers("recall", [b"n", b"m"]) == [array("i", [1, 2]), None]
         assert await manager.reset_cache() == {"store_blocks": 0, "pool_blocks": 0}
-        assert await manager.recall([b"n"]) == [None]
+        assert await manager.of_answers("recall", [b"n"]) == [None]
         assert (await manager.events_since(None)).events is not None
 
     asyncio.run(play())
@@ -376,10 +376,10 @@ def test_stored_responses_outlive_a_manager_with_a_disk(tmp_path: Path) -> None:
         manager = make_manager(folder)
         await manager.start()
         if keeps:
-            assert await manager.keep_response(b"a", None, b"data")
+            assert await manager.of_answers("keep_response", b"a", None, b"data")
         if keeps and folder is not None:
             await until(lambda: [*(folder / "responses").glob("*.response")])
-        found = await manager.find_response(b"a", False)
+        found = await manager.of_answers("find_response", b"a", False)
         if manager._disk is not None:
             manager._disk._files.close()
         return found

@@ -138,8 +138,10 @@ def test_requests_go_on_and_nothing_is_lost(scene: Scene, tmp_path: Path, has_di
         first, dispatcher = await scene.start()
         await only_in_the_store(scene, dispatcher)
         old = scene.manager
-        assert await old.remember([(b"t", array("i", [1, 2]), "t")]) == [True]
-        assert await old.keep_response(b"a", None, b"1") and await old.keep_response(b"b", b"a", b"2")
+        assert await old.of_answers("remember", [(b"t", array("i", [1, 2]), "t")]) == [True]
+        assert await old.of_answers("keep_response", b"a", None, b"1") and await old.of_answers(
+            "keep_response", b"b", b"a", b"2"
+        )
 
         prompts = {f"r{number}": prompt_of(number) for number in range(6)}
         answers = [asyncio.create_task(answer_of(dispatcher, *each, NUM_TOKENS)) for each in prompts.items()]
@@ -151,9 +153,9 @@ def test_requests_go_on_and_nothing_is_lost(scene: Scene, tmp_path: Path, has_di
 
         successor = scene.manager
         await until(lambda: len(successor._directory.fleet) == 2)
-        [ids] = await successor.recall([b"t"])
+        [ids] = await successor.of_answers("recall", [b"t"])
         assert ids == array("i", [1, 2])
-        assert await successor.find_response(b"b", True) == [b"1", b"2"]
+        assert await successor.of_answers("find_response", b"b", True) == [b"1", b"2"]
         await until(lambda: successor._directory.num_reservations == 0)
         await all_heard(successor)  # a worker that is asked to register twice gives up the blocks that it waits for
         before = num_computed(scene)
@@ -208,11 +210,11 @@ def test_a_predecessor_of_another_form_hands_nothing_over(
     async def play() -> None:
         _, dispatcher = await scene.start()
         await only_in_the_store(scene, dispatcher)
-        await scene.manager.remember([(b"t", array("i", [1, 2]), "t")])
+        await scene.manager.of_answers("remember", [(b"t", array("i", [1, 2]), "t")])
         monkeypatch.setattr(Succession, "_terms", lambda succession: {"schema": id(succession)})
         await scene.start_host()
         assert len(scene.manager._directory.stock.segments) == 0
-        assert await scene.manager.recall([b"t"]) == [None]
+        assert await scene.manager.of_answers("recall", [b"t"]) == [None]
         assert "nothing is taken over: schema is" in caplog.text
         assert await answer_of(dispatcher, "again", LONG, 3) == expected(LONG, 3)
 

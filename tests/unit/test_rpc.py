@@ -5,15 +5,16 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from raydix.actors.manager.client_memory import ClientMemory
 from raydix.actors.manager.kv_cache_manager import KVCacheManager
-from raydix.actors.rpc import ActorClient, AnswersClient, ManagerClient, SuccessionClient, WorkerClient
+from raydix.actors.rpc import ActorClient, AdaptersClient, ManagerClient, WorkerClient
 from raydix.actors.worker.worker import Worker
+from raydix.engine.serving.answer_keeper import AnswerKeeper
 
 PAIRS: Sequence[tuple[type, type]] = (
     (Worker, WorkerClient),
     (KVCacheManager, ManagerClient),
-    (KVCacheManager, AnswersClient),
-    (KVCacheManager, SuccessionClient),
+    (KVCacheManager, AdaptersClient),
 )
 METHODS = [
     (actor, client, name)
@@ -36,3 +37,9 @@ def parameters(method: Callable[..., object]) -> list[str]:
 def test_a_client_calls_what_its_actor_has(actor: type, client: type, name: str) -> None:
     theirs = parameters(getattr(actor, name))
     assert theirs == parameters(getattr(client, name))
+
+
+@pytest.mark.parametrize("name", [name for name in vars(AnswerKeeper) if not name.startswith("_")])
+def test_the_manager_keeps_answers_as_the_replicas_ask_for_it(name: str) -> None:
+    """`of_answers` sends the name of a method, which the memory has with the same parameters."""
+    assert parameters(getattr(ClientMemory, name)) == parameters(getattr(AnswerKeeper, name))
