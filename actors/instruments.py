@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Generic, TypeVar
 
@@ -70,27 +71,44 @@ class GaugeInstrument(Instrument[Gauge]):
         self._values[self._labels(tags)] = value
 
 
+@dataclass(slots=True)
+class _Observed:
+    counts: list[int]
+    total: float = 0.0
+
+
 class HistogramInstrument(Instrument[Histogram]):
     """Observations by size; there from the start, without any."""
 
     kind: Kind = "histogram"
 
-    def __init__(self, metric: Histogram, tags: Mapping[str, str] = NO_TAGS) -> None:
+    def __init__(self, metric: Histogram, tags: Mapping[str, str] = NO_TAGS, **values: Sequence[str]) -> None:
+        """`values` are those of the tags that each observation has beside `tags`."""
         super().__init__(metric, tags)
+        self.known = values
+        """Values of the observations' own tags."""
         self._bounds = tuple(metric.boundaries)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._total = 0.0
+        self._observed: dict[tuple[str, ...], _Observed] = {
+            combination: _Observed([0] * (len(self._bounds) + 1)) for combination in product(*values.values())
+        }
 
-    def observe(self, value: float) -> None:
-        """Count one observation."""
-        self.metric.observe(value)
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
+    def observe(self, value: float, **tags: str) -> None:
+        """Count one observation, with known values of its own tags."""
+        self.metric.observe(value, tags=tags)
+        # Times of single tokens pass here, so that nothing is merged or sorted.
+        observed = self._observed[tuple(tags[key] for key in self.known)]
+        observed.counts[bisect_left(self._bounds, value)] += 1
+        observed.total += value
 
     def family(self) -> MetricFamily:
         """The observations so far."""
         info = self.metric.info
-        values = {self._labels(NO_TAGS): Distribution(tuple(self._counts), self._total)}
+        values = {
+            self._labels(dict(zip(self.known, combination, strict=True))): Distribution(
+                tuple(observed.counts), observed.total
+            )
+            for combination, observed in self._observed.items()
+        }
         return MetricFamily(str(info["name"]), self.kind, str(info["description"]), values, self._bounds)
 
 

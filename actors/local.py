@@ -14,6 +14,7 @@ from ray.util import metrics
 
 from raydix.actors.metrics import HoldMetrics
 from raydix.actors.names import incarnation_name
+from raydix.actors.process_metrics import ProcessMetrics
 from raydix.actors.rpc import Handle, ManagerClient, WorkerClient
 from raydix.actors.runtime import Words
 
@@ -114,6 +115,9 @@ class LocalRuntime:
 
     async def named_requests(self, name: str, node: str, *, is_dead: bool) -> tuple[str, ...]:
         return ()
+
+    def process_metrics(self, process: str) -> ProcessMetrics | None:
+        return None
 
     def watch_process(self, holds: HoldMetrics) -> None:
         """Nothing is watched: the actors of a process share its event loop, which is another's to watch."""

@@ -2,7 +2,7 @@
 
 from collections import Counter as Counts
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ray.util import metrics as ray_metrics
@@ -44,9 +44,16 @@ LOADED = "loaded"
 """Label of the adapters that were loaded at run time, all together: clients and administrators name no metrics."""
 HOLDS = ("loop", "lock")
 """Kinds of holds that a process's watchdog finds: a turn of the event loop, the interpreter's lock."""
+LOSSES = ("ended", "silent", "left")
+"""Reasons why the manager forgets a worker."""
+OPERATIONS = ("chat", "text_completion", "embeddings")
+"""Kinds of requests, in OpenTelemetry's words (`raydix.engine.serving.accounting.operation_of`)."""
 DUTIES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 _LENGTHS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000]
 """Bounds of numbers of tokens."""
+_CHOICES = [1, 2, 5, 10, 20]
+_GAPS_S = [0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0]
+"""Bounds of the time between two tokens: finer where a reader notices."""
 _LATENCY_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
 
 
@@ -62,10 +69,15 @@ class WorkerMetrics:
             metric.set_default_tags(tags)
             return CounterInstrument(metric, tags)
 
-        def gauge(name: str, description: str) -> GaugeInstrument:
-            metric = Gauge(name, description=description, tag_keys=keys)
+        def gauge(name: str, description: str, *more_keys: str) -> GaugeInstrument:
+            metric = Gauge(name, description=description, tag_keys=keys + more_keys)
             metric.set_default_tags(tags)
             return GaugeInstrument(metric, tags)
+
+        def histogram(name: str, description: str, bounds: Sequence[float] = _LATENCY_S) -> HistogramInstrument:
+            metric = Histogram(name, description=description, boundaries=[*map(float, bounds)], tag_keys=keys)
+            metric.set_default_tags(tags)
+            return HistogramInstrument(metric, tags)
 
         self._prefilled = counter("raydix_prefill_tokens", "Prompt tokens computed, again after a loss too.")
         self._decoded = counter("raydix_decode_tokens", "Generated tokens computed, without drafts.")
@@ -97,11 +109,22 @@ class WorkerMetrics:
         self._usage = gauge("raydix_kv_usage", "Share of the pool's blocks that requests hold, 0 to 1.")
         self._available = gauge("raydix_available_blocks", "Blocks that are free or cached by nobody's request.")
         self._cached = gauge("raydix_cached_blocks", "Blocks that nobody holds and that can still be hit.")
-        queue_s = Histogram(
-            "raydix_queue_seconds", description="Submission to start.", boundaries=_LATENCY_S, tag_keys=keys
+        self._pool = gauge(
+            "raydix_pool_info", "1, with the sizes of the pool.", "block_size", "num_blocks", "block_bytes"
         )
-        queue_s.set_default_tags(tags)
-        self._queue_s = HistogramInstrument(queue_s, tags)
+        self._pending_grammars = gauge(
+            "raydix_pending_grammars", "Grammars that requests wait for: being compiled, or to be."
+        )
+        self._queue_s = histogram("raydix_queue_seconds", "Submission to start.")
+        self._prefill_s = histogram(
+            "raydix_prefill_seconds", "Start to first token, where this worker computed the prompt."
+        )
+        self._running_s = histogram("raydix_running_seconds", "Start to end at this worker, or to the hand-over.")
+        self._step_s = histogram("raydix_step_seconds", "Time of a step.")
+        self._step_tokens = histogram("raydix_step_tokens", "Tokens computed in a step, with drafts.", _LENGTHS)
+        self._import_s = histogram(
+            "raydix_import_seconds", "Time of fetching a segment and copying its blocks into the pool."
+        )
         self._begin_counters()
 
         # Grown since the last flush, except `_counts`: the engine's own counts at the last flush.
@@ -119,10 +142,12 @@ class WorkerMetrics:
         self._swapped.begin(direction=("out", "in"))
         self._swap_s.begin(direction=("out", "in"))
 
-    def step(self, shape: StepShape) -> None:
+    def step(self, shape: StepShape, seconds: float) -> None:
         """Count one engine step."""
         self._num_prefilled += shape.num_prefill_tokens
         self._num_decoded += shape.num_decodes
+        self._step_s.observe(seconds)
+        self._step_tokens.observe(shape.num_prefill_tokens + shape.num_decodes + shape.num_draft_tokens)
 
     def flush(self, engine: "Engine") -> None:
         """Report the steps counted since the last flush, and the engine's present state."""
@@ -138,6 +163,9 @@ class WorkerMetrics:
         self._usage.set(1 - engine.pool.num_available / engine.pool.num_blocks)
         self._available.set(engine.pool.num_available)
         self._cached.set(engine.pool.num_cached)
+        pool = {"block_size": str(engine.pool.block_size), "num_blocks": str(engine.pool.num_blocks)}
+        self._pool.set(1, {**pool, "block_bytes": str(engine.store.block_bytes)})
+        self._pending_grammars.set(0 if engine.grammars is None else engine.grammars.num_pending)
 
     def _flush_counts(self, counts: dict[str, float]) -> None:
         """Report the growth of these counts."""
@@ -166,35 +194,48 @@ class WorkerMetrics:
 
         self._counts = counts
 
-    def finished(self, request: "Request") -> None:
-        """Count one request that ended or was handed over."""
+    def answered(self, request: "Request", at: float) -> None:
+        """Count one request whose prompt was completed here, at this time."""
+        if request.started_at is not None:
+            self._prefill_s.observe(max(at - request.started_at, 0.0))
+
+    def finished(self, request: "Request", at: float) -> None:
+        """Count one request that ended or was handed over at this time."""
         if request.started_at is not None:
             self._queue_s.observe(max(request.started_at - request.submitted_at, 0.0))
+            self._running_s.observe(max(at - request.started_at, 0.0))
 
     def exported_bytes(self, count: int) -> None:
         self._exported.inc(count)
 
-    def imported_bytes(self, count: int) -> None:
-        self._imported.inc(count)
+    def imported(self, num_bytes: int, seconds: float) -> None:
+        """Count a segment that was fetched and copied into the pool."""
+        self._imported.inc(num_bytes)
+        self._import_s.observe(seconds)
 
 
 class ManagerMetrics:
     """Metrics of the manager's decisions."""
 
     def __init__(self) -> None:
-        self._has_elastic = False
-        error_s = Histogram(
+        def histogram(name: str, description: str) -> HistogramInstrument:
+            return HistogramInstrument(Histogram(name, description=description, boundaries=_LATENCY_S))
+
+        self._error_s = histogram(
             "raydix_ttft_prediction_error_seconds",
-            description="Difference of predicted and actual time from admission to first token.",
-            boundaries=_LATENCY_S,
+            "Difference of predicted and actual time from admission to first token.",
         )
-        regret_s = Histogram(
+        self._regret_s = histogram(
             "raydix_placement_regret_seconds",
-            description="How much later the first token came than the best other candidate was predicted to give "
-            "it; 0 without one.",
-            boundaries=_LATENCY_S,
+            "How much later the first token came than the best other candidate was predicted to give it; 0 without "
+            "one.",
         )
-        self._error_s, self._regret_s = HistogramInstrument(error_s), HistogramInstrument(regret_s)
+        self._handover_s = histogram(
+            "raydix_handover_seconds", "First token to the second one, where another worker computed the second one."
+        )
+        self._handover_error_s = histogram(
+            "raydix_handover_prediction_error_seconds", "Difference of predicted and actual time of a hand-over."
+        )
         elastic = Gauge(
             "raydix_elastic_workers",
             description="Elastic workers by what they mainly do now: prefill, decode, or both (mixed).",
@@ -209,21 +250,38 @@ class ManagerMetrics:
         def gauge(name: str, description: str, *keys: str) -> GaugeInstrument:
             return GaugeInstrument(Gauge(name, description=description, tag_keys=keys))
 
-        def counter(name: str, description: str, key: str) -> CounterInstrument:
-            return CounterInstrument(Counter(name, description=description, tag_keys=(key,)))
+        def counter(name: str, description: str, *keys: str) -> CounterInstrument:
+            return CounterInstrument(Counter(name, description=description, tag_keys=keys))
 
         self._workers = gauge("raydix_workers", "Workers that are registered, by role.", "role")
         self._index = gauge("raydix_index_blocks", "Blocks whose places or producers are known.")
         self._segments = gauge("raydix_segment_bytes", "Exported KV in the object store and on disk.", "place")
         self._segment_budget = gauge("raydix_segment_budget_bytes", "Room for exported KV.", "place")
         self._paused = gauge("raydix_paused_sessions", "Sessions whose requests wait for their turn.")
+        self._pauses = counter("raydix_pauses", "Pauses of sessions that ended with a turn.")
+        self._paused_s = counter("raydix_paused_seconds", "Time of these pauses.")
+        self._saved_s = counter(
+            "raydix_saved_seconds", "Predicted time that computing the found tokens of prompts would have taken."
+        )
+        self._registered = counter("raydix_registrations", "Registrations of workers, of new ones and again.", "role")
+        self._lost = counter(
+            "raydix_lost_workers",
+            "Workers forgotten: they ended without a word, fell silent, or left as they had said.",
+            "reason",
+        )
         self._hit = counter("raydix_hit_blocks", "Blocks of admitted prompts that were found, by place.", "source")
         self._missed = counter("raydix_missed_blocks", "Blocks of admitted prompts to compute, by reason.", "reason")
         self._evicted = counter("raydix_evicted_blocks", "Blocks that left a place, by reason.", "reason")
         self._hit.begin(source=sorted(map(str, HITS)))
         self._missed.begin(reason=sorted(map(str, {*BlockSource} - HITS)))
         self._evicted.begin(reason=sorted(map(str, EvictionReason)))
-        self._reported: Counts[str] = Counts()
+        for metric in (self._pauses, self._paused_s, self._saved_s):
+            metric.begin()
+        self._registered.begin(role=tuple(map(str, Role)))
+        self._lost.begin(reason=LOSSES)
+        self.duties([])
+        self.wanted(0)
+        self._reported: dict[str, float] = {}
         """Counts that were reported, by metric and value of its tag."""
 
     def look(self, directory: "Directory") -> None:
@@ -240,25 +298,37 @@ class ManagerMetrics:
             self._segments.set(num_bytes, {"place": place})
             self._segment_budget.set(budget, {"place": place})
         self._paused.set(directory.turns.num_paused)
+        self._grow(self._pauses, directory.turns.num_pauses)
+        self._grow(self._paused_s, directory.turns.paused_s)
+        self._grow(self._saved_s, sum(use.saved_s for use in directory.statistics.tenants.values()))
 
         for source, count in directory.statistics.sources.items():
             if source in HITS:
-                self._grow(self._hit, "source", str(source), count)
+                self._grow(self._hit, count, source=str(source))
             else:
-                self._grow(self._missed, "reason", str(source), count)
+                self._grow(self._missed, count, reason=str(source))
         for reason, count in directory.statistics.evicted_blocks.items():
-            self._grow(self._evicted, "reason", str(reason), count)
+            self._grow(self._evicted, count, reason=str(reason))
 
-    def _grow(self, metric: CounterInstrument, key: str, value: str, count: int) -> None:
-        name = f"{metric.metric.info['name']} {value}"
-        if count > self._reported[name]:
-            metric.inc(count - self._reported[name], {key: value})
+    def _grow(self, metric: CounterInstrument, count: float, **tags: str) -> None:
+        """Report what a count of the directory has grown by."""
+        name = " ".join((metric.metric.info["name"], *tags.values()))
+        grown = count - self._reported.get(name, 0)
+        if grown > 0:
+            metric.inc(grown, tags)
             self._reported[name] = count
 
+    def registered(self, role: Role) -> None:
+        """Count a worker's registration."""
+        self._registered.inc(tags={"role": str(role)})
+
+    def lost(self, reason: str) -> None:
+        """Count a worker that was forgotten, for one of `LOSSES`."""
+        self._lost.inc(tags={"reason": reason})
+
     def duties(self, duties: Sequence[Role]) -> None:
-        """Report the duties of the elastic workers, once there have been such workers."""
-        self._has_elastic = self._has_elastic or bool(duties)
-        for duty in DUTIES if self._has_elastic else ():
+        """Report the duties of the elastic workers."""
+        for duty in DUTIES:
             self._elastic.set(duties.count(duty), {"duty": str(duty)})
 
     def wanted(self, number: int) -> None:
@@ -270,6 +340,27 @@ class ManagerMetrics:
         if decision.ttft_s is not None and decision.regret_s is not None:
             self._error_s.observe(abs(decision.ttft_s - decision.predicted_ttft_s))
             self._regret_s.observe(decision.regret_s)
+
+    def ended(self, decision: "Decision") -> None:
+        """Compare the prediction of a hand-over with the measurement, if there was one."""
+        if decision.handover_s is None:
+            return
+        self._handover_s.observe(decision.handover_s)
+        if decision.predicted_handover_s is not None:
+            self._handover_error_s.observe(abs(decision.handover_s - decision.predicted_handover_s))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaQueues:
+    """What waits and runs at one ingress replica."""
+
+    states: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(("waiting", "prefilling", "decoding"), 0))
+    """Requests under way, by state."""
+    limit: int = 0
+    num_waiting_to_read: int = 0
+    """Long requests that wait for a process."""
+    num_reading: int = 0
+    waiting_bytes: int = 0
 
 
 class IngressMetrics:
@@ -294,9 +385,15 @@ class IngressMetrics:
             metric = kinds.Counter(name, description=description, tag_keys=_keys(*keys))
             return CounterInstrument(metric, tags)
 
-        def histogram(name: str, description: str, bounds: Sequence[float] = _LATENCY_S) -> HistogramInstrument:
-            metric = kinds.Histogram(name, description=description, boundaries=[*map(float, bounds)])
-            return HistogramInstrument(metric, tags)
+        def histogram(
+            name: str, description: str, bounds: Sequence[float] = _LATENCY_S, **values: Sequence[str]
+        ) -> HistogramInstrument:
+            boundaries = [*map(float, bounds)]
+            metric = kinds.Histogram(name, description=description, boundaries=boundaries, tag_keys=_keys(*values))
+            return HistogramInstrument(metric, tags, **values)
+
+        def gauge(name: str, description: str, *keys: str) -> GaugeInstrument:
+            return GaugeInstrument(kinds.Gauge(name, description=description, tag_keys=_keys(*keys)), tags)
 
         self._requests = counter("raydix_requests", "Requests by how they ended.", "tenant", "outcome")
         self._prompt = counter("raydix_prompt_tokens", "Prompt tokens received.", "tenant")
@@ -307,20 +404,38 @@ class IngressMetrics:
             "tenant",
             "source",
         )
+        self._computed = counter("raydix_uncached_tokens", "Prompt tokens found in no cache.", "tenant")
         whose = "by adapter; those loaded at run time are one."
         self._adapter_requests = counter(
             "raydix_adapter_requests", f"Requests of adapters by how they ended, {whose}", "adapter", "outcome"
         )
         self._adapter_prompt = counter("raydix_adapter_prompt_tokens", f"Prompt tokens received, {whose}", "adapter")
         self._adapter_generated = counter("raydix_adapter_generation_tokens", f"Tokens generated, {whose}", "adapter")
-        self._ttft_s = histogram("raydix_ttft_seconds", "Arrival to first token.")
-        self._tpot_s = histogram("raydix_tpot_seconds", "Mean time per token after the first.")
-        self._duration_s = histogram("raydix_request_seconds", "Arrival to end, of requests that did not fail.")
+        self._ttft_s = histogram("raydix_ttft_seconds", "Arrival to first token.", operation=OPERATIONS)
+        self._tpot_s = histogram("raydix_tpot_seconds", "Mean time per token after the first.", operation=OPERATIONS)
+        self._gap_s = histogram(
+            "raydix_inter_token_seconds", "Time between two deliveries of a choice's tokens, each of a step.", _GAPS_S
+        )
+        self._duration_s = histogram(
+            "raydix_request_seconds", "Arrival to end, of requests that did not fail.", operation=OPERATIONS
+        )
         self._decode_s = histogram("raydix_decode_seconds", "First token to end, of requests that did not fail.")
         self._prompt_lengths = histogram("raydix_request_prompt_tokens", "Prompt tokens of a request.", _LENGTHS)
         self._answer_lengths = histogram(
             "raydix_request_generation_tokens", "Tokens generated for a request, of all its choices.", _LENGTHS
         )
+        self._longest = histogram("raydix_longest_answer_tokens", "Tokens of a request's longest choice.", _LENGTHS)
+        self._uncached_lengths = histogram(
+            "raydix_request_uncached_tokens", "Prompt tokens of a request that were found in no cache.", _LENGTHS
+        )
+        self._max_tokens = histogram(
+            "raydix_request_max_tokens", "Limit of tokens of a request's choices, as asked or by default.", _LENGTHS
+        )
+        self._choices = histogram("raydix_request_choices", "Choices generated for a request.", _CHOICES)
+        self._under_way = gauge("raydix_requests_under_way", "Requests that have not ended, by state.", "state")
+        self._limit = gauge("raydix_request_limit", "Answers under way above which requests are refused.")
+        self._readers = gauge("raydix_reader_requests", "Long requests before the processes that read them.", "state")
+        self._reader_bytes = gauge("raydix_reader_waiting_bytes", "Bytes of long requests that wait to be read.")
         self._lookups = counter(
             "raydix_transcript_lookups",
             "Answers that chats went on from by reference, by whether their token ids were known.",
@@ -342,6 +457,7 @@ class IngressMetrics:
         self._adapter_generated.begin(adapter=names)
         self._lookups.begin(result=("hit", "miss"))
         self._failovers.begin()
+        self.look(ReplicaQueues())
         for error in COMMON_REFUSALS:
             self._refusals.begin(route=tuple(routes), status=(str(error.status),), code=(error.code,))
 
@@ -352,6 +468,20 @@ class IngressMetrics:
         self._prompt.begin(tenant=names)
         self._generated.begin(tenant=names)
         self._hits.begin(tenant=names, source=("local", "imported"))
+        self._computed.begin(tenant=names)
+
+    def look(self, queues: "ReplicaQueues") -> None:
+        """Report the queues of now."""
+        for state, count in queues.states.items():
+            self._under_way.set(count, {"state": state})
+        self._limit.set(queues.limit)
+        self._readers.set(queues.num_waiting_to_read, {"state": "waiting"})
+        self._readers.set(queues.num_reading, {"state": "reading"})
+        self._reader_bytes.set(queues.waiting_bytes)
+
+    def token_gap(self, seconds: float) -> None:
+        """Count the time between two deliveries of tokens."""
+        self._gap_s.observe(seconds)
 
     def finished(self, request: "FinishedRequest") -> None:
         """Count one request at its end."""
@@ -365,6 +495,9 @@ class IngressMetrics:
             if count:
                 self._hits.inc(count, tags={"tenant": tenant, "source": source})
 
+        if request.num_computed:
+            self._computed.inc(request.num_computed, tags={"tenant": tenant})
+
         if request.adapter is not None:
             adapter = request.adapter if request.adapter in self._adapters else LOADED
             self._adapter_requests.inc(tags={"adapter": adapter, "outcome": request.outcome})
@@ -374,15 +507,19 @@ class IngressMetrics:
 
         self._prompt_lengths.observe(request.num_prompt)
         self._answer_lengths.observe(request.num_generated)
+        self._longest.observe(request.num_longest)
+        self._uncached_lengths.observe(request.num_computed)
+        self._max_tokens.observe(request.max_tokens)
+        self._choices.observe(request.num_choices)
         # What failed has no duration that a client could have hoped for.
         if request.outcome != "failed":
-            self._duration_s.observe(request.duration_s)
+            self._duration_s.observe(request.duration_s, operation=request.operation)
             if request.decode_s is not None:
                 self._decode_s.observe(request.decode_s)
         if request.ttft_s is not None:
-            self._ttft_s.observe(request.ttft_s)
+            self._ttft_s.observe(request.ttft_s, operation=request.operation)
         if request.tpot_s is not None:
-            self._tpot_s.observe(request.tpot_s)
+            self._tpot_s.observe(request.tpot_s, operation=request.operation)
 
     def refused(self, route: str, status: int, code: str) -> None:
         """Count one error that a client got."""

@@ -16,6 +16,7 @@ from raydix.actors.calls import answer
 from raydix.actors.last_words import begin_words, named_requests
 from raydix.actors.metrics import HoldMetrics
 from raydix.actors.names import incarnation_name, named_actor, own_node
+from raydix.actors.process_metrics import ProcessMetrics
 from raydix.actors.rpc import Handle, ManagerClient, WorkerClient, find_manager
 from raydix.actors.watchdog import Watchdog
 
@@ -64,6 +65,10 @@ class Runtime(Protocol):
     async def named_requests(self, name: str, node: str, *, is_dead: bool) -> tuple[str, ...]:
         """The requests that the last words of a worker's incarnation on a node name; none if they cannot be read.
         `is_dead`: as others know it; its threads may look alive for a moment longer."""
+
+    def process_metrics(self, process: str) -> ProcessMetrics | None:
+        """Metrics of an actor's own process, under its name; None where it shares the process with an ingress replica,
+        which has them."""
 
     def watch_process(self, holds: HoldMetrics) -> None:
         """Have work that keeps this process to itself noticed and counted (`raydix.actors.watchdog`), from now on;
@@ -119,6 +124,9 @@ class RayRuntime:
         except (RayError, TimeoutError):
             return ()
         return found
+
+    def process_metrics(self, process: str) -> ProcessMetrics | None:
+        return ProcessMetrics(process)
 
     def watch_process(self, holds: HoldMetrics) -> None:
         holds.begin()

@@ -28,10 +28,11 @@ from mkdocs.structure.files import File, Files
 from pydantic import BaseModel
 from ray.util.metrics import Metric
 
-from raydix.actors.ingress.cluster_metrics import BUILD_INFO, UP
-from raydix.actors.ingress.vllm_names import NAMES as VLLM_NAMES
-from raydix.actors.instruments import instruments_of
+from raydix.actors.ingress.cluster_metrics import BUILD_INFO, MODEL_INFO, UP
+from raydix.actors.ingress.metric_aliases import OPEN_TELEMETRY, VLLM, Alias
+from raydix.actors.instruments import HistogramInstrument, instruments_of
 from raydix.actors.metrics import HoldMetrics, IngressMetrics, ManagerMetrics, WorkerMetrics
+from raydix.actors.process_metrics import ProcessMetrics
 from raydix.cli.main import parser
 from raydix.configs.changes import KEYS, ROLE
 from raydix.configs.schema import Config
@@ -387,23 +388,41 @@ def metrics_page() -> str:
             [
                 (f"`{UP.name}`", UP.kind, "`process`, `kind`", UP.description),
                 (f"`{BUILD_INFO.name}`", BUILD_INFO.kind, "`version`, `model`", BUILD_INFO.description),
+                (f"`{MODEL_INFO.name}`", MODEL_INFO.kind, "`model` and others", MODEL_INFO.description),
+                *(
+                    (f"`{family.name}`", family.kind, "`process`", family.description)
+                    for family in ProcessMetrics("process").families()
+                ),
             ],
         ),
+        "Where all actors share a process, as with `--local`, its own metrics are the ingress replica's.",
         "Those that mean the same at vLLM are there under its names too, with the tag `model_name` beside their own:",
-        _table(
-            ("metric", "at vLLM"),
-            [(f"`{name}`", ", ".join(f"`{each}`" for each in theirs)) for name, theirs in VLLM_NAMES.items()],
-        ),
+        _alias_table("vLLM", VLLM),
+        "And under OpenTelemetry's, with `gen_ai_operation_name` in place of `operation`, `gen_ai_provider_name` and "
+        "`gen_ai_request_model`:",
+        _alias_table("OpenTelemetry", OPEN_TELEMETRY),
     )
+
+
+def _alias_table(at: str, aliases: Iterable[Alias]) -> str:
+    theirs: defaultdict[str, list[str]] = defaultdict(list)
+    for alias in aliases:
+        theirs[alias.ours].append(f"`{alias.theirs}`")
+    return _table(("metric", f"at {at}"), [(f"`{ours}`", ", ".join(names)) for ours, names in theirs.items()])
 
 
 def _metric_table(group: object, values: _TagValues) -> str:
     return _table(
         ("metric", "kind", "tags", ""),
         (
-            (f"`{info['name']}`", each.kind, _tags(info, values[info["name"]]), info["description"])
+            (f"`{info['name']}`", each.kind, _tags(info, {**values[info["name"]], **known}), info["description"])
             for each in instruments_of(group)
             for info in [each.metric.info]
+            for known in [
+                {key: dict.fromkeys(own) for key, own in each.known.items()}
+                if isinstance(each, HistogramInstrument)
+                else {}
+            ]
         ),
     )
 

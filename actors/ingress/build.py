@@ -1,7 +1,7 @@
 """The parts of an ingress replica, put together as its configuration says."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,11 @@ from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.frontend import Frontend, FrontendParts, ReplicaLimits
 from raydix.actors.ingress.manager_link import ManagerAnswers, ManagerLink
+from raydix.actors.ingress.queue_watch import QueueWatch
 from raydix.actors.instruments import families_of
+from raydix.actors.metric_values import MetricFamily
 from raydix.actors.metrics import HoldMetrics, IngressMetrics
+from raydix.actors.process_metrics import ProcessMetrics
 from raydix.actors.runtime import Runtime
 from raydix.configs.schema import Config
 from raydix.configs.settings import tenants
@@ -94,6 +97,13 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
     records = PromptRecords(partial(model.tokenizer.decode, skip_special_tokens=False))
     output = OutputProcessor(dispatcher.generate, dispatcher.stopped, chats, prefix_caching=config.cache.prefix_caching)
     rendering = Rendering(output.pieces, model.vocabulary.bytes_of, RenderThread())
+    requests, process = RequestTable(), ProcessMetrics(replica_id)
+    queues = QueueWatch(metrics, requests, room, reader)
+
+    def families() -> Sequence[MetricFamily]:
+        queues.look()
+        return (*families_of(metrics), *families_of(holds), *process.families())
+
     parts = FrontendParts(
         models=models,
         tenants=all_tenants,
@@ -128,9 +138,10 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
         answer_room=AnswerRoom(replica_limits(config).answer_bytes),
         renderers=renderers(rendering, output.pieces, responses, conversations),
         accounting=Accounting(metrics, Refusals()),
-        requests=RequestTable(),
+        requests=requests,
+        queues=queues,
         metrics=ClusterMetrics(
-            ReplicaMetrics(replica_id, lambda: (*families_of(metrics), *families_of(holds)), model.served.name),
+            ReplicaMetrics(replica_id, families, model.served.name, _about(model)),
             manager,
             workers=lambda: dispatcher.workers,
             find=runtime.find_worker,
@@ -202,6 +213,7 @@ def _dispatcher(
         manager=manager,
         model=_model_facts(config, identity),
         on_failover=metrics.failed_over,
+        on_gap=metrics.token_gap,
         adapters=models,
     )
 
@@ -228,6 +240,15 @@ def _adapters(config: Config, model: _Model) -> tuple[Adapter, ...]:
     if model.served.name in config.model.adapters:
         raise StartupError(f"model.adapters: {model.served.name} is the name of the model itself")
     return identify_adapters(config.model.adapters, model.identity.config)
+
+
+def _about(model: _Model) -> Mapping[str, str]:
+    """The model as the labels of a metric."""
+    return {
+        "context_tokens": str(model.served.max_model_len),
+        "vocabulary": str(model.served.vocab_size),
+        "fingerprint": model.identity.fingerprint,
+    }
 
 
 def _description(model: _Model) -> Mapping[str, object]:

@@ -1,8 +1,8 @@
 """The metrics of this ingress replica, of the workers and of the manager, gathered when somebody asks."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 
 from ray.exceptions import RayError
@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 from raydix.actors.calls import answer
 from raydix.actors.ingress.exposition import exposition
 from raydix.actors.ingress.manager_link import ManagerLink
-from raydix.actors.ingress.vllm_names import aliases
+from raydix.actors.ingress.metric_aliases import aliases
 from raydix.actors.metric_values import MetricFamily, labels_of, merged
 from raydix.actors.rpc import WorkerClient
 from raydix.configs.sections import MANAGER
@@ -30,6 +30,9 @@ UP = MetricFamily(
 
 
 BUILD_INFO = MetricFamily("raydix_build_info", "gauge", "1, with the version of raydix and the served model.", {})
+MODEL_INFO = MetricFamily(
+    "raydix_model_info", "gauge", "1, with the served model, its longest context and its vocabulary in tokens.", {}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class ReplicaMetrics:
     families: Callable[[], Sequence[MetricFamily]]
     model: str = ""
     """Name of the served model."""
+    about: Mapping[str, str] = field(default_factory=dict)
+    """More of the model, as labels of `MODEL_INFO`."""
 
 
 class ClusterMetrics:
@@ -84,7 +89,7 @@ class ClusterMetrics:
 
         answered = (families for families in (manager, *others) if families is not None)
         gathered = [replace(UP, values=up), *self._own.families(), *(each for some in answered for each in some)]
-        families = merged([_build_info(self._own.model), *gathered])
+        families = merged([_build_info(self._own.model), _model_info(self._own), *gathered])
         return exposition([*families, *aliases(families, self._own.model)])
 
     async def _of_manager(self) -> Sequence[MetricFamily] | None:
@@ -107,6 +112,10 @@ class ClusterMetrics:
                 return await answer(client.metrics())
         except (RayError, TimeoutError):
             return None
+
+
+def _model_info(own: ReplicaMetrics) -> MetricFamily:
+    return replace(MODEL_INFO, values={labels_of({"model": own.model, **own.about}): 1.0})
 
 
 def _build_info(model: str) -> MetricFamily:

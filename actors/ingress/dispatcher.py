@@ -104,6 +104,8 @@ class _Delivery:
 
     inbox: list[TokenEvent] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    last_at: float | None = None
+    """Monotonic time at which the last tokens came; None before the first."""
 
 
 class _Alarm:
@@ -171,7 +173,11 @@ class Dispatcher:
         on_failover: Callable[[], None],
         timeouts: Timeouts | None = None,
         adapters: AdapterTable | None = None,
+        on_gap: Callable[[float], None] = lambda seconds: None,
     ) -> None:
+        """`on_failover` is told of each failover, `on_gap` of the seconds between two deliveries of a request's
+        tokens."""
+        self._on_gap = on_gap
         self._adapters = adapters or NoAdapters()
         self._ingress_id = ingress_id
         self._runtime = runtime
@@ -267,6 +273,11 @@ class Dispatcher:
                 delivery = self._deliveries[request_id]
                 delivery.inbox += events
                 delivery.arrived.set()
+                if events:
+                    now, last_at = time.monotonic(), delivery.last_at
+                    delivery.last_at = now
+                    if last_at is not None:
+                        self._on_gap(now - last_at)
             case Admit(request):
                 self._admits.append(request)
             case AskAgain(request_id):

@@ -1,49 +1,59 @@
-"""Prometheus' text format (0.0.4) of metrics' values."""
+"""Prometheus' text format (0.0.4) of metrics' values.
+
+A scrape runs in the event loop between other requests' tokens, so each line is written by one expression, and the text
+of a sample's labels is made once.
+"""
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import accumulate
 
-from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-
-from raydix.actors.metric_values import Distribution, MetricFamily
+from raydix.actors.metric_values import Distribution, Labels, MetricFamily
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class _Families(Collector):
-    """Families as Prometheus' client collects metrics."""
-
-    def __init__(self, families: Iterable[MetricFamily]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        return map(_metric, self._families)
+MAX_KEPT = 1 << 14
+"""Texts of labels that are kept between scrapes."""
 
 
 def exposition(families: Iterable[MetricFamily]) -> str:
     """The families in Prometheus' text format; each name may appear once."""
-    return generate_latest(_Families(families)).decode()
+    return "".join(line for family in families for line in _lines(family))
 
 
-def _metric(family: MetricFamily) -> Metric:
-    metric = Metric(family.name, family.description, family.kind)
+def _lines(family: MetricFamily) -> Iterator[str]:
+    name = f"{family.name}_total" if family.kind == "counter" else family.name
+    description = family.description.replace("\\", r"\\").replace("\n", r"\n")
+    yield f"# HELP {name} {description}\n# TYPE {name} {family.kind}\n"
     for labels, value in family.values.items():
         if isinstance(value, Distribution):
-            _add_histogram(metric, dict(labels), value, family.bounds)
+            yield from _histogram(name, _text(labels), value, family.bounds)
         else:
-            metric.add_sample(f"{family.name}_total" if family.kind == "counter" else family.name, dict(labels), value)
-    return metric
+            yield f"{name}{_in_braces(_text(labels))} {value!r}\n"
 
 
-def _add_histogram(metric: Metric, labels: dict[str, str], value: Distribution, bounds: tuple[float, ...]) -> None:
-    counts = list(accumulate(value.counts))
-    for bound, count in zip((*map(_text, bounds), "+Inf"), counts, strict=True):
-        metric.add_sample(f"{metric.name}_bucket", {**labels, "le": bound}, count)
-    metric.add_sample(f"{metric.name}_sum", labels, value.total)
-    metric.add_sample(f"{metric.name}_count", labels, counts[-1])
+def _histogram(name: str, labels: str, value: Distribution, bounds: tuple[float, ...]) -> Iterator[str]:
+    start = f'{name}_bucket{{{labels}{"," if labels else ""}le="'
+    count = 0
+    for bound, count in zip((*map(_bound, bounds), "+Inf"), accumulate(value.counts), strict=True):
+        yield f'{start}{bound}"}} {count}\n'
+    braces = _in_braces(labels)
+    yield f"{name}_sum{braces} {value.total!r}\n{name}_count{braces} {count}\n"
 
 
-def _text(bound: float) -> str:
+def _in_braces(labels: str) -> str:
+    return f"{{{labels}}}" if labels else ""
+
+
+@lru_cache(MAX_KEPT)
+def _text(labels: Labels) -> str:
+    """The labels without their braces."""
+    return ",".join(f'{key}="{_escaped(value)}"' for key, value in labels)
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+@lru_cache(MAX_KEPT)
+def _bound(bound: float) -> str:
     return repr(int(bound) if bound.is_integer() else bound)

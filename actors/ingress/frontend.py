@@ -15,6 +15,7 @@ from raydix.actors.ingress.adapters import AdapterOperations
 from raydix.actors.ingress.cache_control import CacheOperations
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
+from raydix.actors.ingress.queue_watch import QueueWatch
 from raydix.engine.api.batches import LineAnswer, failed_answer
 from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse, as_embed_request
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
@@ -81,6 +82,7 @@ class FrontendParts:
     renderers: Mapping[Api, Callable[[Job], Renderer]]
     accounting: Accounting
     requests: RequestTable
+    queues: QueueWatch
     metrics: ClusterMetrics
 
 
@@ -95,6 +97,7 @@ class Frontend:
         self.accounting = parts.accounting
         self.requests = parts.requests
         self.metrics = parts.metrics
+        self._queues = parts.queues
         self._models = parts.models
         self._room = parts.room
         self._reader = parts.reader
@@ -125,6 +128,7 @@ class Frontend:
         self._dispatcher.start()
         self.background.start()
         self._tasks.start(LoadLog(self.requests).run())
+        self._tasks.start(self._queues.run())
 
     async def close(self) -> None:
         """End the processes that read long requests."""

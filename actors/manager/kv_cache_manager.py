@@ -117,11 +117,12 @@ class KVCacheManager:
         self._background = Background()
         self._metrics = ManagerMetrics()
         self._holds = HoldMetrics(MANAGER)
+        self._process = runtime.process_metrics(MANAGER)
 
         processes = ProcessWatch(runtime.own_node())
         self._resets = PoolResets()
         self._executor = Executor(self._directory, self._disk, self._background)
-        self._workers = WorkerWatch(self._directory, self._executor, self._resets, processes)
+        self._workers = WorkerWatch(self._directory, self._executor, self._resets, processes, self._metrics)
         self._ingresses = IngressWatch(self._directory, self._executor, processes)
         self._adapters = LoadedAdapters(self._executor, self._background, self._ingresses.adapter_reports)
         self._load = LoadWatch(self._directory, self._metrics, elastic)
@@ -281,7 +282,9 @@ class KVCacheManager:
             if decision is not None:
                 self._metrics.first_token(decision)
         for end in ended:
-            self._directory.decisions.ended(end)
+            decision = self._directory.decisions.ended(end)
+            if decision is not None:
+                self._metrics.ended(decision)
             self._directory.sessions.stopped(end.request_id, end.stop)
         self._memory.keep_answers(ended)
         # An end that was reported late must not end the attempt that has begun since.
@@ -349,4 +352,5 @@ class KVCacheManager:
     async def metrics(self) -> tuple[MetricFamily, ...]:
         """The manager's metrics."""
         self._metrics.look(self._directory)
-        return (*families_of(self._metrics), *families_of(self._holds))
+        process = () if self._process is None else self._process.families()
+        return (*families_of(self._metrics), *families_of(self._holds), *process)

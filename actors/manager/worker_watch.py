@@ -15,6 +15,7 @@ from raydix.actors.messages import (
     Registration,
     WorkerState,
 )
+from raydix.actors.metrics import ManagerMetrics
 from raydix.actors.processes import ProcessWatch
 from raydix.actors.rpc import Handle, WorkerClient
 from raydix.engine.core.log_fields import about
@@ -28,7 +29,15 @@ logger = logging.getLogger(__name__)
 class WorkerWatch:
     """Tells a directory of workers that come and go, and of what their export streams say."""
 
-    def __init__(self, directory: Directory, executor: Executor, resets: PoolResets, processes: ProcessWatch) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        executor: Executor,
+        resets: PoolResets,
+        processes: ProcessWatch,
+        metrics: ManagerMetrics,
+    ) -> None:
+        self._metrics = metrics
         self._directory = directory
         self._executor = executor
         self._resets = resets
@@ -78,6 +87,7 @@ class WorkerWatch:
         # Behind the registration: the stream tells changes of the pool since the hashes that came with it.
         self._followers[worker_id] = asyncio.create_task(self._follow(worker_id, epoch, client))
         self._signs.heard(worker_id, time.monotonic())
+        self._metrics.registered(registration.role)
         num_blocks = len(registration.hashes)
         extra = about("registered", worker=worker_id, role=registration.role, epoch=epoch, blocks=num_blocks)
         logger.info("%s registered with %d blocks", worker_id, num_blocks, extra=extra)
@@ -164,6 +174,8 @@ class WorkerWatch:
         """Forget a worker whose export stream is read no more. `is_silent`: with its node out of reach, perhaps."""
         self._resets.stream_over(worker_id)
         directory = self._directory
+        is_left = worker_id in directory.fleet.leaving
+        self._metrics.lost("silent" if is_silent else "left" if is_left else "ended")
         now = time.time()
         instructions = directory.worker_silent(worker_id, now) if is_silent else directory.remove_worker(worker_id)
         self._executor.carry_out(instructions)

@@ -42,8 +42,10 @@ class Measurements:
     def step(self, result: "StepResult") -> None:
         """Count a step, and fit the cost model to its time."""
         for request in result.finished:
-            self._metrics.finished(request)
-        self._metrics.step(result.shape)
+            self._metrics.finished(request, result.ended_at)
+        for request in result.answered:
+            self._metrics.answered(request, result.ended_at)
+        self._metrics.step(result.shape, result.step_s)
 
         # A step that also did something unusual would teach a wrong time of the usual work.
         if self._num_first < FIRST_STEPS:
@@ -55,7 +57,7 @@ class Measurements:
 
     def imported(self, num_bytes: int, seconds: float) -> None:
         """Count a segment that was fetched and copied into the pool."""
-        self._metrics.imported_bytes(num_bytes)
+        self._metrics.imported(num_bytes, seconds)
         self._costs.imported(num_bytes, seconds)
 
     def exported(self, num_bytes: int) -> None:

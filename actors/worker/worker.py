@@ -93,6 +93,7 @@ class Worker:
         self._own = Incarnation(worker_id, role, epoch, settings.device)
         self._runtime = runtime
         self._holds = HoldMetrics(worker_id)
+        self._process = runtime.process_metrics(worker_id)
 
         # torch is imported here, in the worker's own process, and not in that of the host that starts it.
         from raydix.engine.model.build import build_engine
@@ -279,7 +280,8 @@ class Worker:
 
     async def metrics(self) -> tuple[MetricFamily, ...]:
         """The worker's metrics, as of the last report; answered while the engine computes or hangs, too."""
-        return (*self._measurements.families(), *families_of(self._holds))
+        process = () if self._process is None else self._process.families()
+        return (*self._measurements.families(), *families_of(self._holds), *process)
 
     # Inside
 

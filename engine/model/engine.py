@@ -51,12 +51,16 @@ class StepResult:
     events: tuple[TokenEvent, ...] = ()
     segments: tuple[ExportedSegment, ...] = ()
     finished: tuple[Request, ...] = ()
+    answered: tuple[Request, ...] = ()
+    """Requests whose prompt was completed in the step."""
     shape: StepShape = NOTHING_COMPUTED
     """Work in the step; nothing where only requests have failed, or the pool has changed."""
     failures: tuple[TokenEvent, ...] = ()
     """Ends of requests that the model cannot compute."""
     is_typical: bool = True
     """True if the step's time is typical of a step of its shape."""
+    started_at: float = 0.0
+    """Monotonic time of the step's beginning."""
     step_s: float = 0.0
     sealed: tuple[BlockHash, ...] = ()
     """Blocks that were filled in the pool."""
@@ -65,6 +69,11 @@ class StepResult:
     @property
     def has_computed(self) -> bool:
         return self.shape is not NOTHING_COMPUTED
+
+    @property
+    def ended_at(self) -> float:
+        """Monotonic time of the step's end."""
+        return self.started_at + self.step_s
 
 
 @dataclass(slots=True)
@@ -237,6 +246,7 @@ class Engine:
             events=outcome.events,
             segments=segments,
             finished=outcome.finished,
+            answered=outcome.answered,
             shape=_shape(output, self.store.block_bytes),
             failures=failures,
             is_typical=step.is_whole,

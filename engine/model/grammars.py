@@ -148,6 +148,11 @@ class Grammars:
         self._pending.difference_update(each.digest for each in news)
         return news
 
+    @property
+    def num_pending(self) -> int:
+        """Grammars that are being compiled, or wait for it; any thread may ask."""
+        return len(self._pending)
+
     def settle(self) -> None:
         """Return when everything asked for so far is compiled; for tests and measurements."""
         if self._compiler is not None:

@@ -93,7 +93,9 @@ class EngineLoop:
             sealed, evicted = self._engine.pool.drain_journal()
             if result.has_computed or sealed or evicted or result.failures:
                 took = time.monotonic() - started
-                self._publish(replace(result, sealed=tuple(sealed), evicted=tuple(evicted), step_s=took))
+                self._publish(
+                    replace(result, sealed=tuple(sealed), evicted=tuple(evicted), started_at=started, step_s=took)
+                )
             if result.has_computed:
                 wait_s = 0.0
                 self._prepares_at = self._prepares_at and started + PREPARE_S

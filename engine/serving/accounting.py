@@ -42,6 +42,15 @@ class FinishedRequest:
     """Seconds from the arrival to the end."""
     decode_s: float | None = None
     """Seconds from the first token to the end."""
+    operation: str = "chat"
+    """Kind of the request (`operation_of`)."""
+    num_computed: int = 0
+    """Tokens of the prompt that were found in no cache."""
+    num_longest: int = 0
+    """Tokens of the longest choice."""
+    num_choices: int = 1
+    max_tokens: int = 0
+    """Limit of a choice's tokens."""
 
 
 class Refusals:
@@ -203,6 +212,11 @@ class Accounting:
             duration_s=now - job.arrived_at,
             decode_s=None if first is None else now - first,
             adapter=None if adapter is None else adapter.name,
+            operation=operation_of(job),
+            num_computed=usage.prompt_tokens - usage.cached_tokens,
+            num_longest=max(len(answer.token_ids) for answer in job.answers),
+            num_choices=len(job.answers),
+            max_tokens=max(answer.generation.sampling.max_tokens for answer in job.answers),
         )
         self._metrics.finished(finished)
         log_request(job, finished, num_cached=usage.cached_tokens, duration_s=now - job.arrived_at)
@@ -215,6 +229,13 @@ def outcome_of(job: Job) -> str:
         return str(finish)
     failed = any(answer.generation.failure is not None for answer in job.answers)
     return "failed" if failed else "aborted"
+
+
+def operation_of(job: Job) -> str:
+    """The kind of a request in OpenTelemetry's words (`raydix.actors.metrics.OPERATIONS`)."""
+    if job.spec.embedding is not None:
+        return "embeddings"
+    return "chat" if job.spec.kind == "chat" else "text_completion"
 
 
 def log_unexpected(error: Exception, *, request_id: str | None = None, route: str | None = None) -> str:

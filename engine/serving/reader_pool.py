@@ -130,6 +130,11 @@ class RequestReader:
         requests that they read."""
         self._readers.limit(max_waiting_bytes, num_processes or default_processes(os.cpu_count()))
 
+    @property
+    def load(self) -> "ReaderLoad":
+        """The requests before the processes beside, now."""
+        return self._readers.load
+
     async def close(self) -> None:
         """End the processes beside."""
         await self._readers.close()
@@ -208,6 +213,14 @@ class RequestReader:
         return await self._readers.read(request, size, tenant)
 
 
+class ReaderLoad(NamedTuple):
+    """Requests before the processes that read them."""
+
+    num_waiting: int
+    num_reading: int
+    waiting_bytes: int
+
+
 class _Lost(Exception):
     """A process has ended, and not because of its request."""
 
@@ -281,6 +294,11 @@ class Readers:
     def num_waiting(self) -> int:
         """Number of requests that no process reads yet."""
         return len(self._waiting)
+
+    @property
+    def load(self) -> ReaderLoad:
+        """The requests of now."""
+        return ReaderLoad(len(self._waiting), len(self._running), sum(job.size for job in self._waiting))
 
     def limit(self, max_waiting_bytes: int, num_processes: int) -> None:
         """Take other limits; above a lower one the largest requests that wait are refused."""

@@ -110,12 +110,17 @@ class RequestTable:
             "requests": [self._row(number, job) for number, job in under_way[:MAX_ROWS]] + self._ended_of(tenant),
         }
 
+    def states(self) -> dict[str, int]:
+        """Numbers of requests under way by state, of all tenants."""
+        states = Counter(map(state_of, self._under_way.values()))
+        return {str(state): states[state] for state in State if state is not State.ENDED}
+
     def totals(self) -> Totals:
         """The sums of now, of all tenants."""
         tokens = self._past
         for job in self._under_way.values():
             tokens = _added(tokens, job)
-        states = Counter(map(state_of, self._under_way.values()))
+        states = self.states()
         counts = (states[state] for state in (State.WAITING, State.PREFILLING, State.DECODING))
         return Totals(self._num_ended, *tokens, *counts)
 

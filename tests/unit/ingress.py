@@ -18,8 +18,10 @@ from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.frontend import Frontend, FrontendParts
 from raydix.actors.ingress.manager_link import Call, ManagerAnswers, ManagerLink
+from raydix.actors.ingress.queue_watch import QueueWatch
 from raydix.actors.local import LocalRuntime
 from raydix.actors.metric_values import MetricFamily
+from raydix.actors.metrics import ReplicaQueues
 from raydix.actors.rpc import ManagerClient
 from raydix.engine.api.context_edits import edited
 from raydix.engine.api.conversations import parse_conversations
@@ -47,7 +49,7 @@ from raydix.engine.serving.kept_conversations import KeptConversations
 from raydix.engine.serving.output import OutputProcessor
 from raydix.engine.serving.preparation import Preparation
 from raydix.engine.serving.prompt_records import PromptRecords, parts_of
-from raydix.engine.serving.reader_pool import RequestReader
+from raydix.engine.serving.reader_pool import ReaderLoad, RequestReader
 from raydix.engine.serving.reader_work import Conversations, NextTurn, Reading, ReadingFacts, Request, TokenRequest
 from raydix.engine.serving.reading import Reader
 from raydix.engine.serving.rendering import Rendering, RenderThread, joined
@@ -141,6 +143,10 @@ class FakeReader(RequestReader):
 
     def start(self) -> None:
         self.is_started = True
+
+    @property
+    def load(self) -> ReaderLoad:
+        return ReaderLoad(0, 0, 0)
 
     def limit(self, max_waiting_bytes: int, num_processes: int | None = None) -> None:
         self.max_waiting_bytes = max_waiting_bytes
@@ -392,6 +398,9 @@ class Ledger:
     def know(self, tenants: Iterable[str]) -> None:
         self.known += tenants
 
+    def look(self, queues: ReplicaQueues) -> None:
+        self.queues = queues
+
     def refused(self, route: str, status: int, code: str) -> None:
         self.refusals.append((route, status, code))
 
@@ -505,6 +514,7 @@ class Replica:
             renderers=renderers(self.rendering, self.output.pieces, self.responses, conversations),
             accounting=self.accounting,
             requests=self.requests,
+            queues=QueueWatch(self.ledger, self.requests, self.room, self.reader),
             metrics=metrics,
         )
         self.frontend = Frontend(parts)

@@ -41,6 +41,9 @@ def test_a_whole_answer(caplog: pytest.LogCaptureFixture) -> None:
         tpot_s=1 / (NUM_TOKENS - 1),
         duration_s=2.0,
         decode_s=1.0,
+        operation="text_completion",
+        num_longest=NUM_TOKENS,
+        max_tokens=20,
     )
     assert replica.ledger.ended == [expected]
     [line] = lines(caplog)

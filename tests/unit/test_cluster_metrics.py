@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError
 
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.exposition import CONTENT_TYPE
-from raydix.actors.ingress.vllm_names import NAMES
+from raydix.actors.ingress.metric_aliases import OPEN_TELEMETRY, VLLM
 from raydix.actors.instruments import families_of
 from raydix.actors.metric_values import MetricFamily
 from raydix.actors.metrics import HoldMetrics, IngressMetrics, ManagerMetrics, WorkerMetrics
@@ -69,10 +69,11 @@ async def dies() -> tuple[MetricFamily, ...]:
     raise ActorDiedError
 
 
-def values(text: str, name: str, label: str) -> dict[str, float]:
-    """Values of the samples of one name, by one of their labels."""
+def values(text: str, name: str, label: str, **others: str) -> dict[str, float]:
+    """Values of the samples of one name, by one of their labels; of those that have `others` among their labels."""
     found = (sample for metric in text_string_to_metric_families(text) for sample in metric.samples)
-    return {sample.labels[label]: sample.value for sample in found if sample.name == name}
+    named = (sample for sample in found if sample.name == name and others.items() <= sample.labels.items())
+    return {sample.labels[label]: sample.value for sample in named}
 
 
 def test_counters_are_there_at_0_and_grow() -> None:
@@ -96,37 +97,50 @@ def test_counters_are_there_at_0_and_grow() -> None:
     assert values(after, "raydix_prompt_tokens_total", "tenant") == {"a": 7}
     assert values(after, "raydix_cache_hit_tokens_total", "source") == {"local": 2, "imported": 0}
     assert values(after, "raydix_failovers_total", "replica") == {"r": 1}
-    assert values(before, "raydix_ttft_seconds_count", "replica") == {"r": 0}
-    assert values(after, "raydix_ttft_seconds_sum", "replica") == {"r": 0.02}
-    buckets = values(after, "raydix_ttft_seconds_bucket", "le")
-    assert (buckets["0.01"], buckets["0.025"], buckets["+Inf"]) == (0, 1, 1)
+    nothing = dict.fromkeys(("chat", "text_completion", "embeddings"), 0.0)
+    assert values(before, "raydix_ttft_seconds_count", "operation") == nothing
+    assert values(after, "raydix_ttft_seconds_sum", "operation") == nothing | {"chat": 0.02}
+    buckets = {each: values(after, "raydix_ttft_seconds_bucket", "le", operation=each) for each in nothing}
+    assert [buckets["chat"][bound] for bound in ("0.01", "0.025", "+Inf")] == [0, 1, 1]
+    assert set(buckets["embeddings"].values()) == {0}
 
 
 def test_lengths_and_times_of_requests_are_measured() -> None:
     async def scrape() -> str:
         cluster = Cluster(w=lambda: answers("w"))
-        stopped = FinishedRequest("a", "stop", 7, 300, {}, 0.5, 0.01, duration_s=2.0, decode_s=1.5)
+        stopped = FinishedRequest(
+            *("a", "stop", 7, 300, {}, 0.5, 0.01),
+            duration_s=2.0,
+            decode_s=1.5,
+            operation="text_completion",
+            num_computed=6,
+            num_longest=150,
+            num_choices=2,
+            max_tokens=400,
+        )
         cluster.ingress.finished(stopped)
         cluster.ingress.finished(FinishedRequest("a", "aborted", 9, 0, {}, None, None, duration_s=4.0))
         cluster.ingress.finished(replace(stopped, outcome="failed", num_prompt=11, num_generated=1, tpot_s=None))
         return await cluster.metrics.text()
 
     text = asyncio.run(scrape())
-    sums = {
-        name: (values(text, f"{name}_count", "replica")["r"], values(text, f"{name}_sum", "replica")["r"])
-        for name in (
-            "raydix_request_seconds",
-            "raydix_decode_seconds",
-            "raydix_request_prompt_tokens",
-            "raydix_request_generation_tokens",
-        )
-    }
-    assert sums == {
-        "raydix_request_seconds": (2, 6.0),
+    expected = {
         "raydix_decode_seconds": (1, 1.5),
         "raydix_request_prompt_tokens": (3, 27),
         "raydix_request_generation_tokens": (3, 301),
+        "raydix_request_uncached_tokens": (3, 12),
+        "raydix_longest_answer_tokens": (3, 300),
+        "raydix_request_max_tokens": (3, 800),
+        "raydix_request_choices": (3, 5),
     }
+    sums = {
+        name: (values(text, f"{name}_count", "replica")["r"], values(text, f"{name}_sum", "replica")["r"])
+        for name in expected
+    }
+    assert sums == expected
+    assert values(text, "raydix_uncached_tokens_total", "tenant") == {"a": 12}
+    durations = values(text, "raydix_request_seconds_sum", "operation")
+    assert durations == {"chat": 4.0, "text_completion": 2.0, "embeddings": 0.0}
     assert values(text, "raydix_request_generation_tokens_bucket", "le")["500"] == 3
     assert values(text, "raydix_build_info", "model") == {"small": 1}
 
@@ -145,7 +159,9 @@ def test_metrics_stand_under_vllm_s_names_too() -> None:
     async def scrape() -> str:
         cluster = Cluster(w=answer)
         cluster.manager.memory = Manager
-        cluster.ingress.finished(FinishedRequest("a", "aborted", 7, 3, {"local": 2}, 0.02, 0.01, duration_s=2.0))
+        ended = FinishedRequest("a", "aborted", 7, 3, {"local": 2}, 0.02, 0.01, duration_s=2.0, num_computed=5)
+        cluster.ingress.finished(ended)
+        cluster.ingress.token_gap(0.04)
         cluster.ingress.finished(FinishedRequest("a", "failed", 1, 0, {}, None, None))
         return await cluster.metrics.text()
 
@@ -154,10 +170,23 @@ def test_metrics_stand_under_vllm_s_names_too() -> None:
     assert values(text, "vllm:prompt_tokens_total", "model_name") == {"small": 8}
     assert values(text, "vllm:prefix_cache_queries_total", "model_name") == {"small": 8}
     assert values(text, "vllm:prefix_cache_hits_total", "source") == {"local": 2, "imported": 0}
-    assert values(text, "vllm:e2e_request_latency_seconds_sum", "model_name") == {"small": 2}
+    sources = {"local_compute": 5, "local_cache_hit": 2, "external_kv_transfer": 0}
+    assert values(text, "vllm:prompt_tokens_by_source_total", "source") == sources
+    chats = {"operation": "chat"}
+    assert values(text, "vllm:e2e_request_latency_seconds_sum", "model_name", **chats) == {"small": 2}
+    assert values(text, "vllm:inter_token_latency_seconds_sum", "model_name") == {"small": 0.04}
     assert values(text, "vllm:kv_cache_usage_perc", "worker") == values(text, "raydix_kv_usage", "worker")
+    drafts = values(text, "vllm:spec_decode_num_drafts_total", "source")
+    assert drafts == values(text, "raydix_draft_tokens_total", "source", depth="1"), "a draft has one first token"
+    blocks = values(text, "vllm:cache_config_info", "num_gpu_blocks")
+    assert blocks == {str(int(number)): 1 for number in values(text, "raydix_blocks", "worker").values()}
+
+    duration = "gen_ai_server_request_duration_seconds_sum"
+    assert values(text, duration, "gen_ai_operation_name") == {"chat": 2, "text_completion": 0, "embeddings": 0}
+    assert values(text, duration, "gen_ai_request_model").keys() == {"small"}
+
     shown = {metric.name for metric in text_string_to_metric_families(text)}
-    assert {name for names in NAMES.values() for name in names} <= shown, "each name is of a metric that exists"
+    assert {alias.theirs for alias in (*VLLM, *OPEN_TELEMETRY)} <= shown, "each name is of a metric that exists"
 
 
 def test_the_manager_reports_what_the_directory_counts(make_directory: Callable[..., Directory]) -> None:
@@ -185,7 +214,8 @@ def test_the_manager_reports_what_the_directory_counts(make_directory: Callable[
     directory.admit(AdmitRequest("hit", 0, blocks, 14), 0.0)
     assert shown("raydix_hit_blocks", "source")["local"] == 2
     assert shown("raydix_segment_bytes", "place") == {"store": 0, "disk": 0}
-    assert shown("raydix_paused_sessions", "") == {"": 0}
+    assert shown("raydix_paused_sessions", "") == shown("raydix_pauses", "") == {"": 0}
+    assert shown("raydix_saved_seconds", "")[""] == sum(each.saved_s for each in directory.statistics.tenants.values())
 
 
 def test_adapters_of_the_configuration_are_counted_by_name_and_others_together() -> None:
@@ -292,7 +322,7 @@ def test_the_manager_s_metrics_are_there() -> None:
     assert values(text, "raydix_process_up", "process")["kv_cache_manager"] == 1
 
 
-def test_duties_of_elastic_workers_are_counted_once_there_are_some() -> None:
+def test_duties_of_elastic_workers_are_counted() -> None:
     metrics = ManagerMetrics()
 
     def shown() -> dict[str, object]:
@@ -300,7 +330,7 @@ def test_duties_of_elastic_workers_are_counted_once_there_are_some() -> None:
         return {dict(labels)["duty"]: value for labels, value in family.values.items()}
 
     metrics.duties([])
-    assert shown() == {}
+    assert shown() == {"prefill": 0, "decode": 0, "mixed": 0}
     metrics.duties([Role.PREFILL, Role.PREFILL, Role.DECODE])
     assert shown() == {"prefill": 2, "decode": 1, "mixed": 0}
     metrics.duties([])

@@ -275,11 +275,13 @@ class Decisions:
             return decision
         return None
 
-    def ended(self, end: Ended) -> None:
-        """Record the end of an attempt."""
+    def ended(self, end: Ended) -> Decision | None:
+        """Record the end of an attempt; returns the decision, None if forgotten."""
         for decision in self._of(end.request_id, end.attempt):
             decision.ended, decision.num_preemptions, decision.drafts = end.how, end.num_preemptions, end.drafts
             decision.handover_s = end.handover_s
+            return decision
+        return None
 
     def misses(self, tenant: str, since: float) -> list[Miss]:
         """The hits of each of the tenant's prompts since a time (seconds since the epoch) and the reason of its first

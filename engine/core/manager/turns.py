@@ -97,6 +97,10 @@ class Turns:
         self.limits = limits
         self.weights: Mapping[str, float] = weights or {}
         """Weights of tenants other than 1."""
+        self.num_pauses = 0
+        """Pauses that ended with a turn, of all sessions so far."""
+        self.paused_s = 0.0
+        """Seconds of these pauses."""
         self._places: OrderedDict[int, _Place] = OrderedDict()
         """The one that asked longest ago first."""
         self._pauses: dict[int, _Pause] = {}
@@ -290,6 +294,8 @@ class Turns:
         # A session that got its place at once has not paused, though it went through the queue.
         session.num_pauses += now > pause.since
         session.paused_s += now - pause.since
+        self.num_pauses += now > pause.since
+        self.paused_s += now - pause.since
         self._places[session.number] = _Place(session, room.worker, pause.size, now)
         self._count(self._places[session.number], pause.size)
 

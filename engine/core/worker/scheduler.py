@@ -228,6 +228,7 @@ class Scheduler:
         scores: list[PromptEvent] = []
         events: list[TokenEvent] = []
         exports: list[ExportedBlocks] = []
+        answered: list[Request] = []
         finished: list[Request] = []
 
         # Aborted requests' tenants may be gone, and nobody waits for idle work.
@@ -258,6 +259,10 @@ class Scheduler:
                 new = [event_of(request, None, FinishReason.LENGTH, pooled=pooled)]
             event = new[-1] if new else None
             events += new
+            # The first token behind those that the assignment brought: the prompt was computed here, and not by another
+            # worker, whose hand-over brings that token.
+            if new and new[0].position == request.num_given:
+                answered.append(request)
 
             # Exports and the end.
             if request.assignment.stage is Stage.PREFILL:
@@ -266,7 +271,7 @@ class Scheduler:
                 self._remove(request, now, has_ended=True)
                 finished.append(request)
 
-        return StepOutcome(tuple(scores), tuple(events), tuple(exports), tuple(finished))
+        return StepOutcome(tuple(scores), tuple(events), tuple(exports), tuple(finished), tuple(answered))
 
     # Queries
 

@@ -144,6 +144,8 @@ class StepOutcome:
     events: tuple[TokenEvent, ...]
     exports: tuple[ExportedBlocks, ...]
     finished: tuple[Request, ...]
+    answered: tuple[Request, ...] = ()
+    """Requests whose prompt was completed in the step, by this worker."""
 
 
 def chunk_of(request: Request, num_tokens: int) -> ScheduledChunk:
