@@ -34,7 +34,7 @@ from raydix.engine.serving.job import Job
 from raydix.engine.serving.kept_conversations import KeptConversations
 from raydix.engine.serving.load_log import LoadLog
 from raydix.engine.serving.output import OutputProcessor
-from raydix.engine.serving.preparation import Preparation
+from raydix.engine.serving.preparation import Preparation, RequestHeaders
 from raydix.engine.serving.reader_pool import RequestReader
 from raydix.engine.serving.rendering import Renderer, Rendering, joined
 from raydix.engine.serving.request_table import RequestTable
@@ -231,6 +231,8 @@ class Frontend:
         name, wire = uuid.uuid4().hex, _WIRES[route]
         try:
             job = await self.preparation.of_line(route, body, tenant, name)
+            if job.begins_anew:
+                job = await self.compaction.begun_anew(job, RequestHeaders(name=name), is_line=True)
             with self.accounted(job):
                 async with self.answer_room(job):
                     await self.output.collect(job)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from raydix.engine.api.assembler import Piece
+from raydix.engine.api.compaction import Summary
 from raydix.engine.api.context_edits import ContextEdits
 from raydix.engine.api.logprobs import TokenBytes
 from raydix.engine.api.responses import Choice, Json, ResponseHead, TokenUsage
@@ -32,6 +33,8 @@ class AnswerContext:
     does not ask."""
     edits: ContextEdits | None = None
     """What was left out of the client's chat, where the request asks for edits."""
+    summary: Summary | None = None
+    """The summary that was made for this request."""
     logprobs: Callable[[Piece], Json] | None = None
     """Renders a piece's log-probabilities as a chat's, if the request asks for them."""
     message: AssembledMessage | None = None

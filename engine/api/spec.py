@@ -25,6 +25,9 @@ ChatMessage: TypeAlias = Mapping[str, object]
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's `max_tokens` of a completion that does not say; a chat may fill the context."""
 
+DEFAULT_THRESHOLD = 150_000
+"""Anthropic's default number of tokens above which a conversation begins anew."""
+
 MAX_OBJECTIVE_MS = 3_600_000
 """Bound of an objective: an hour."""
 
@@ -83,10 +86,6 @@ class ResponseTurn:
     """Namespace and name of the functions that stand in namespaces, by the name that the model knows."""
     num_instructions: int = 0
     """Messages at the beginning that are the request's instructions."""
-    compact_threshold: int | None = None
-    """Tokens of the prompt above which a summary takes the conversation's place; None: never."""
-    compaction: tuple[str, str] | None = None
-    """Id and content of the item of a summary that was made for this request."""
     is_whole: bool = False
     """The messages have those of the response to go on from."""
     conversation: str | None = None
@@ -95,6 +94,28 @@ class ResponseTurn:
     """The conversation (`raydix.engine.api.openai_responses.conversations`), until its messages stand in the prompt."""
     in_background: bool = False
     """The response is generated whether its client waits or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompactionUse:
+    """The way in which a conversation that has become long begins anew with a summary."""
+
+    threshold: int | None
+    """Tokens of the prompt above which the summary is made; 0: it is made in any case, and None: above
+    `DEFAULT_THRESHOLD`, or above three quarters of the context where that is less."""
+    keeps_words: bool = True
+    """What the user has said stays word by word beside the summary; false: the question at the end alone does."""
+    instructions: str | None = None
+    """Asks for the summary; None: the words of raydix do."""
+    is_all: bool = False
+    """The summary is the whole answer."""
+
+    def within(self, max_model_len: int) -> "CompactionUse":
+        """Settle the threshold of a request that names none, for a context of `max_model_len` tokens."""
+        if self.threshold is not None:
+            return self
+        # A client that names none knows nothing of this context: above it there would be an error, and no summary.
+        return replace(self, threshold=min(DEFAULT_THRESHOLD, max_model_len * 3 // 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +342,8 @@ class GenerationSpec:
     """Edits of the messages before their prompt is made (chats only); None: the client does not ask what was left
     out."""
     turn: ResponseTurn | None = None
+    compaction: CompactionUse | None = None
+    """The way in which the chat begins anew once it is long; None: it never does, or is being read as it is."""
     ignored: tuple[str, ...] = ()
     """Fields of the body that have no effect: hints that nothing here acts on, and unknown ones."""
 
@@ -368,10 +391,10 @@ class GenerationSpec:
         """True while the messages may lack those of the response or conversation to go on from, whose answers would be
         `continued`. A conversation that may be compacted is not read before either: a summary is asked for in other
         words."""
+        if self.compaction is not None:
+            return True
         turn = self.turn
-        if turn is None or turn.is_whole:
-            return False
-        return turn.previous is not None or turn.conversation is not None or bool(turn.compact_threshold)
+        return turn is not None and not turn.is_whole and (turn.previous is not None or turn.conversation is not None)
 
 
 def sampling_params(

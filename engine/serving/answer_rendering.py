@@ -119,6 +119,7 @@ def _context_of(job: Job, rendering: Rendering) -> AnswerContext:
         job.marked_tokens,
         None if job.diagnosis is None else job.diagnosis.cache_miss,
         job.edits,
+        job.summary,
         num_had_events=job.num_had_events,
         logprobs=None if render is None else logprobs,
         message=job.answers[0].message,

@@ -4,17 +4,19 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from raydix.engine.api.openai_responses.answers import compact_body
-from raydix.engine.api.openai_responses.compaction import (
+from raydix.engine.api.compaction import (
+    BY_ROUTE,
     SUMMARY_TOKENS,
+    Summary,
     asked_about,
     asking,
     begun_anew,
     compacted,
-    content_of,
-    item,
     user_texts,
 )
+from raydix.engine.api.openai_responses.answers import compact_body
+from raydix.engine.api.openai_responses.compaction import item
+from raydix.engine.api.responses import name_in
 from raydix.engine.api.spec import GenerationSpec
 from raydix.engine.background import Background
 from raydix.engine.core.errors import RequestError, ServiceError
@@ -46,30 +48,37 @@ class Compaction:
         self._prepare = prepare
         self._background = Background()
 
-    async def begun_anew(self, job: Job, headers: RequestHeaders = NO_HEADERS) -> Job:
+    async def begun_anew(self, job: Job, headers: RequestHeaders = NO_HEADERS, *, is_line: bool = False) -> Job:
         """The job of a request whose conversation begins anew: one behind a summary, or one of the conversation as it
-        is where the model has written no summary. The caller closes it.
+        is where the model has written no summary. The caller closes it. `is_line`: the request is a line of a batch.
 
         Raises:
             RequestError: there is no room for a summary.
             ServiceError: the summary failed.
         """
-        unread = job.unread
-        assert unread is not None and unread.turn is not None
+        unread, seen = job.unread, job.conversation
+        assert unread is not None and unread.compaction is not None
+        use = unread.compaction
         job.close()  # The summary takes the place in the room meanwhile.
         # The summary is a request of its own, without the client's name for the one that waits.
         about = await self._preparation.of_spec(
-            asking(unread, leaves_question=True), job.tenant, replace(headers, name=None)
+            asking(seen, use, leaves_question=True), job.tenant, replace(headers, name=None), is_line=is_line
         )
         await self._run(about)
-        spec = replace(unread, turn=replace(unread.turn, compact_threshold=None))
+        spec, text = replace(unread, compaction=None), None
         # A model that reasons may have no tokens left for the summary, and one that is cut lacks what came last, the
         # next steps among it: the conversation is not given up for either.
-        if not _is_cut(about) and (summary := _text(about)):
-            text = begun_anew(unread.messages, summary)
-            spec = compacted(unread, text, f"cmp_{about.head.id.removeprefix('resp_')}")
+        if not _is_cut(about) and (written := _text(about)):
+            text = begun_anew(seen.messages, written, use)
+            spec = compacted(unread, text)
+        if use.is_all:
+            # No token is generated, but the prompt is computed that the client's next request begins with.
+            spec = replace(spec, max_tokens=0, sampling=replace(spec.sampling, min_tokens=0))
         origin = None if job.run is None else job.run.origin  # a response in the background has an id already
-        return await self._preparation.of_spec(spec, job.tenant, headers, origin=origin)
+        anew = await self._preparation.of_spec(spec, job.tenant, headers, origin=origin, is_line=is_line)
+        marks = tuple(zip(about.spec.retention.marks, about.marked_tokens, strict=True))
+        anew.summary = Summary(name_in(about.head.id), text, about.usage(), marks, use.is_all)
+        return anew
 
     async def of_body(self, body: bytes, tenant: Tenant, headers: RequestHeaders = NO_HEADERS) -> Job:
         """Return the finished job of a summary in an HTTP body of `/v1/responses/compact`, and have the KV of the
@@ -91,8 +100,7 @@ class Compaction:
     def body(self, job: Job) -> bytes:
         """The response of `/v1/responses/compact` of a finished job of a summary."""
         messages = asked_about(job.spec.messages)
-        text = begun_anew(messages, _text(job))
-        compaction = item(f"cmp_{job.head.id.removeprefix('resp_')}", content_of(text))
+        compaction = item(name_in(job.head.id), begun_anew(messages, _text(job), BY_ROUTE))
         return compact_body(job.head, user_texts(messages), compaction, job.usage())
 
     async def _run(self, job: Job) -> None:
@@ -102,7 +110,7 @@ class Compaction:
     async def _prepare_beginning(self, job: Job) -> None:
         """Have the blocks of the shortened conversation computed, which the next request begins with."""
         spec, [answer] = job.spec, job.answers
-        text = begun_anew(asked_about(spec.messages), _text(job))
+        text = begun_anew(asked_about(spec.messages), _text(job), BY_ROUTE)
         system = [message for message in spec.messages if message["role"] == "system"]
         beginning = GenerationSpec(
             kind="chat",

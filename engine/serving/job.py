@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from raydix.engine.api.assembler import ChoiceAssembler, Piece
+from raydix.engine.api.compaction import Summary, is_due
 from raydix.engine.api.context_edits import ContextEdits
-from raydix.engine.api.openai_responses.compaction import is_due
 from raydix.engine.api.openai_responses.stored import Claim, Run
 from raydix.engine.api.responses import ResponseHead, TokenUsage, function_call, message_parts, total_usage
 from raydix.engine.api.resuming import EventIds
@@ -164,6 +164,8 @@ class Job:
     """The prompt beside an earlier one, if the request asks why it was not hit."""
     edits: ContextEdits | None = None
     """What was left out of the client's chat, where the request asks for edits."""
+    summary: Summary | None = None
+    """The summary that was made for the request."""
     event_ids: EventIds | None = None
     """Ids of the stream's events, if the request asks for ids."""
     run: Run | None = None
@@ -183,6 +185,12 @@ class Job:
         return any(answer.generation.paused is not None for answer in self.answers)
 
     @property
+    def conversation(self) -> GenerationSpec:
+        """The request whose conversation may be compacted, as the model sees it: with its edits made."""
+        assert self.unread is not None
+        return replace(self.unread, messages=self.spec.messages, edits=None)
+
+    @property
     def begins_anew(self) -> bool:
         """True if a summary is to take the place of the conversation before it is answered."""
         # A stream that can be gone on with needs the same prompt again, and a second summary would have other words.
@@ -191,7 +199,7 @@ class Job:
         # Its stream can be read again, too, from the prompt on.
         if self.spec.form.stream and self.spec.turn is not None and self.spec.turn.in_background:
             return False
-        return is_due(self.unread, len(self.answers[0].generation.prompt))
+        return is_due(self.conversation, len(self.answers[0].generation.prompt))
 
     def held_bytes(self, hidden_size: int) -> int:
         """Memory that the answers may need until they are sent, where it is much: for long lists of log-probabilities,

@@ -268,9 +268,11 @@ class Preparation:
         headers: RequestHeaders = NO_HEADERS,
         *,
         origin: Origin | None = None,
+        is_line: bool = False,
     ) -> Job:
-        """The job of a request in normal form, of this `origin` or a new one; arguments and errors as `of_body`."""
-        return await self._prepare(spec, size_of(spec), tenant, headers, origin=origin)
+        """The job of a request in normal form, of this `origin` or a new one; arguments and errors as `of_body`.
+        `is_line`: the request is a line of a batch."""
+        return await self._prepare(spec, size_of(spec), tenant, headers, origin=origin, is_line=is_line)
 
     async def again(self, run: Run, tenant: Tenant) -> Job:
         """The job of a response in the background that is generated again, with the same bits; errors as `of_body`, and
@@ -389,23 +391,29 @@ class Preparation:
             self._models.adapter(reading.spec.model, tenant)
             if reading.spec.is_unresolved:
                 whole = await self._going_on(reading.spec, tenant, earlier, resumed)
-                assert whole.turn is not None
                 # Read a second time, with the earlier turns in it: only the reader knows that a body goes on from one,
                 # and only the manager has it.
-                reading = await self._reader.read(whole, size_of(whole), tenant.name)
-                reading = replace(reading, earlier=whole.turn.earlier)
-                if whole.turn.compact_threshold:
-                    read = reading.spec
-                    unread = replace(whole, messages=read.messages, continued=read.continued, turn=read.turn)
-                    reading = replace(reading, unread=unread)
+                reading = await self._reader.read(replace(whole, compaction=None), size_of(whole), tenant.name)
+                earlier = b"" if whole.turn is None else whole.turn.earlier
+                reading = replace(reading, earlier=earlier, unread=self._unread(whole, reading))
         return reading
+
+    def _unread(self, whole: GenerationSpec, reading: Reading) -> GenerationSpec | None:
+        """The request of a reading as the client sent it, with its earlier turns, where it may be compacted."""
+        if whole.compaction is None:
+            return None
+        read = reading.spec
+        messages = read.messages if reading.edits is None else reading.edits.original or read.messages
+        compaction = whole.compaction.within(self._facts.model.max_model_len)
+        return replace(whole, messages=messages, continued=read.continued, turn=read.turn, compaction=compaction)
 
     async def _going_on(
         self, spec: GenerationSpec, tenant: Tenant, earlier: bytes, resumed: str | None
     ) -> GenerationSpec:
         """The request with all that its prompt is made of."""
         turn = spec.turn
-        assert turn is not None
+        if turn is None:
+            return spec
         # A response that is generated again brings the conversation of then: by now others may have been added.
         if turn.conversation is not None and not earlier:
             salt = spec.retention.salt

@@ -370,7 +370,6 @@ OTHERS_ASKED: list[tuple[str, str, Any]] = [
     *[("chat, vllm", name, value) for name, value in ENGINE_ASKED.items()],
     ("responses, vllm", "include_reasoning", False),
     ("responses, openai", "image", {"detail": "low"}),
-    ("messages, anthropic", "compaction", {"type": "x"}),
     ("embeddings", "padding", "max_length"),
     ("embeddings", "embed_overrides", [[[0.5]]]),
     ("score, sglang", "return_pooled_hidden_states", True),

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raydix.actors.ingress.http import CLIENT_CLOSED_REQUEST
-from raydix.engine.api.openai_responses.compaction import BEGIN, END, REQUEST, content_of, text_of, user_texts
+from raydix.engine.api.compaction import BEGIN, END, REQUEST, user_texts
+from raydix.engine.api.openai_responses.compaction import content_of, text_of
 from raydix.engine.api.openai_responses.requests import parse_compact, parse_responses
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.tenants import EVERYONE

@@ -164,9 +164,9 @@ def test_a_count_has_the_length_before_the_edits(served: Served) -> None:
 
 
 def test_an_edit_of_another_type_is_a_hint(served: Served) -> None:
-    fields = {"context_management": {"edits": [{"type": "compact_20260112"}]}}
+    fields = {"context_management": {"edits": [{"type": "forget_20270112"}]}}
     reply = served(Replica(), lambda: call(app, "POST", "/v1/messages", body_of("messages", **fields)))
-    assert reply.headers["x-raydix-ignored"] == "context_management.edits.compact_20260112"
+    assert reply.headers["x-raydix-ignored"] == "context_management.edits.forget_20270112"
 
 
 @pytest.mark.parametrize(

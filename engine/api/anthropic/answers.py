@@ -1,10 +1,11 @@
 """Answers of `/v1/messages`: the message as a whole, and as server-sent events.
 
-A stream is `message_start` and a `ping`; for each block `content_block_start`, any number of `content_block_delta` and
-`content_block_stop`; `message_delta` with the reason of the end, and `message_stop`.
+A stream is `message_start` and a `ping`; a summary that was made for the request, as a block whose text comes at once;
+for each other block `content_block_start`, any number of `content_block_delta` and `content_block_stop`;
+`message_delta` with the reason of the end, and `message_stop`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import orjson
 
@@ -15,6 +16,7 @@ from raydix.engine.api.anthropic.errors import ANTHROPIC, PING
 from raydix.engine.api.assembler import Piece
 from raydix.engine.api.context_edits import ContextEdits
 from raydix.engine.api.responses import Choice, Json, TokenUsage
+from raydix.engine.api.spec import PromptMark
 from raydix.engine.core.ingress.parsers.answer import AssembledMessage, Call
 from raydix.engine.core.ingress.parsers.events import (
     AnswerEvent,
@@ -64,12 +66,14 @@ class MessageWriter:
         if choice.message is not None and choice.message.reasoning:
             # Reasoning is not among the parts, and stands before all of them.
             content.insert(0, _thinking(choice.message.reasoning))
+        if (summary := self._context.summary) is not None:
+            content = [_compaction(summary.text), *(() if summary.is_all else content)]
         yield orjson.dumps(self._message(content, self._stop(choice, usage), usage) | self._managed())
 
     def first(self, usage: TokenUsage) -> bytes:
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage.of_prompt)
         # As at the API, where a ping follows the start.
-        return _event({"type": "message_start", "message": message}) + PING
+        return _event({"type": "message_start", "message": message}) + PING + self._summary()
 
     def piece(self, piece: Piece) -> bytes:
         if self._context.message is not None:
@@ -81,6 +85,15 @@ class MessageWriter:
         stop, used = self._stop(choice, usage), self._usage(usage)
         delta = _event({"type": "message_delta", "delta": stop, "usage": used, **self._managed()})
         yield delta + _event({"type": "message_stop"})
+
+    def _summary(self) -> bytes:
+        """Events of the summary that was made for this request, if there is one: of one delta, as at the API."""
+        summary = self._context.summary
+        if summary is None:
+            return b""
+        opening = self._opened(_compaction(None))
+        delta = _delta(self._index, {"type": "compaction_delta", "content": summary.text})
+        return opening + delta + self._closed()
 
     def _managed(self) -> Json:
         """What edits of the chat left out, if the request asks for edits."""
@@ -129,6 +142,8 @@ class MessageWriter:
 
     def _stop(self, choice: Choice, usage: TokenUsage) -> Json:
         """The reason of the message's end. A stop token that was asked for by its id ends the turn."""
+        if self._context.summary is not None and self._context.summary.is_all:
+            return {"stop_reason": "compaction", "stop_sequence": None}
         if isinstance(choice.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
         # The API tells an answer that reached `max_tokens` from one that filled the context.
@@ -159,24 +174,41 @@ class MessageWriter:
         return {"diagnostics": None if reason is None else {"cache_miss_reason": reason}}
 
     def _usage(self, usage: TokenUsage) -> Json:
-        """Anthropic's usage object. The tokens before the last mark are written to the cache unless they were found
-        there, and what is neither is input: the three add up to the prompt."""
+        """Anthropic's usage object. A summary is an iteration before the message's own, and counts nowhere else."""
         marks = [*zip(self._context.spec.retention.marks, self._context.marked_tokens, strict=True)]
-        found = usage.cached_tokens
-        marked = max((count for _, count in marks), default=0)
-        # All before the last mark of an hour is kept for an hour, whatever other marks stand among it.
-        for_an_hour = max((count for mark, count in marks if mark.ttl_s == TTLS["1h"]), default=0)
-        written, for_long = max(0, marked - found), max(0, for_an_hour - found)
-        return {
-            "input_tokens": usage.prompt_tokens - found - written,
-            "cache_creation_input_tokens": written,
-            "cache_read_input_tokens": found,
-            "cache_creation": {
-                "ephemeral_5m_input_tokens": written - for_long,
-                "ephemeral_1h_input_tokens": for_long,
-            },
-            "output_tokens": usage.completion_tokens,
-        }
+        summary = self._context.summary
+        if summary is None:
+            return _tokens(usage, marks)
+        about = {"type": "compaction", **_tokens(summary.usage, summary.marks)}
+        if summary.is_all:
+            return {**_tokens(TokenUsage(0, 0), ()), "iterations": [about]}
+        own = _tokens(usage, marks)
+        return {**own, "iterations": [about, {"type": "message", **own}]}
+
+
+def _tokens(usage: TokenUsage, marks: Sequence[tuple[PromptMark, int]]) -> Json:
+    """The tokens of one iteration. Those before the last mark are written to the cache unless they were found
+    there, and what is neither is input: the three add up to the prompt."""
+    found = usage.cached_tokens
+    marked = max((count for _, count in marks), default=0)
+    # All before the last mark of an hour is kept for an hour, whatever other marks stand among it.
+    for_an_hour = max((count for mark, count in marks if mark.ttl_s == TTLS["1h"]), default=0)
+    written, for_long = max(0, marked - found), max(0, for_an_hour - found)
+    return {
+        "input_tokens": usage.prompt_tokens - found - written,
+        "cache_creation_input_tokens": written,
+        "cache_read_input_tokens": found,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": written - for_long,
+            "ephemeral_1h_input_tokens": for_long,
+        },
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _compaction(text: str | None) -> Json:
+    """The block of a summary; of none where the model has written none."""
+    return {"type": "compaction", "content": text}
 
 
 def _thinking(text: str) -> Json:

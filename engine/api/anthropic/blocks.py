@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -18,6 +18,7 @@ FIELDS = {
     "thinking": ("thinking",),
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id",),
+    "compaction": (),
 }
 """Required fields by the type of a block."""
 ROLES = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
@@ -55,8 +56,18 @@ def _blocks(value: object, kinds: Collection[str]) -> object:
         for name in FIELDS[kind]:
             if block.get(name) is None:
                 raise problem(f"has no '{name}' in block {number}")
+        if kind == "compaction":
+            _require_summary(number, block.get("content"))
 
     return value
+
+
+def _require_summary(number: int, content: object) -> None:
+    """Refuse a block of a compaction whose content is no summary; null stands for one that failed."""
+    if content is not None and not isinstance(content, str):
+        raise problem(f"has a compaction in block {number} whose content is {describe(content)} and no text")
+    if isinstance(content, str) and not content.strip():
+        raise problem(f"has a compaction in block {number} whose summary is empty")
 
 
 class CacheControl(LenientModel):
@@ -82,17 +93,21 @@ Texts = Annotated[list[Text], BeforeValidator(_as_texts, json_schema_input_type=
 
 
 class Block(LenientModel):
-    """Part of a message: a text, reasoning, a call of a function, or a call's result. Unknown fields are ignored:
-    clients send back what other servers' messages had."""
+    """Part of a message: a text, reasoning, a call of a function, a call's result, or the summary of all before it.
+    Unknown fields are ignored: clients send back what other servers' messages had."""
 
-    type: Literal["text", "thinking", "tool_use", "tool_result"] = Field(description="Kind of block.")
+    type: Literal["text", "thinking", "tool_use", "tool_result", "compaction"] = Field(description="Kind of block.")
     text: str = Field(default="", description="Of a text.")
     thinking: str = Field(default="", description="Of reasoning: its text, for templates that render it.")
     id: str = Field(default="", description="Of a call: its name, for the result.")
     name: str = Field(default="", description="Of a call: the function.")
     input: dict[str, Any] = Field(default_factory=dict, description="Of a call: the arguments.")
     tool_use_id: str = Field(default="", description="Of a result: the call's id.")
-    content: Texts | None = Field(default=None, description="Of a result: a text, or a list of text blocks.")
+    content: Texts | None = Field(
+        default=None,
+        description="Of a result: a text, or a list of text blocks. Of a compaction: the text with which the chat "
+        "begins anew; null where there is no summary, and the block has no effect.",
+    )
     is_error: bool | None = Field(default=None, description="Of a result: the call failed.")
     cache_control: CacheControl | None = Field(default=None, description="A mark at the end of the block.")
 
@@ -193,6 +208,11 @@ class Transcript:
             self._drafts.append(_Draft("tool", texts, tool_call_id=block.tool_use_id))
             return
 
+        if isinstance(block, Block) and block.type == "compaction":
+            if block.content:
+                self._begin_anew(block.content[0].text)
+            return
+
         draft = self._draft(role)
         if isinstance(block, Block) and block.type == "tool_use":
             function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
@@ -201,6 +221,13 @@ class Transcript:
             draft.reasoning.append(block.thinking)
         else:
             draft.texts.append(block.text)
+
+    def _begin_anew(self, text: str) -> None:
+        """Leave out all that was added but the system's messages; `text` is the first message behind these."""
+        kept = [index for index, draft in enumerate(self._drafts) if draft.role == "system"]
+        places = {index: place for place, index in enumerate(kept)}
+        self._drafts = [*(self._drafts[index] for index in kept), _Draft("user", [text])]
+        self._marks = [replace(mark, index=places[mark.index]) for mark in self._marks if mark.index in places]
 
     def _draft(self, role: str) -> _Draft:
         """The last message, which is a new one if the last one has another role."""

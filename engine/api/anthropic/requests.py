@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, FailFast, Field, StringConstraints
 
 from raydix.engine.api.anthropic.blocks import ROLES, CacheControl, Texts, Transcript, Turn, without_lines
-from raydix.engine.api.anthropic.context_management import ContextManagement
+from raydix.engine.api.anthropic.context_management import ContextManagement, WholeCompaction
 from raydix.engine.api.anthropic.tools import ToolChoice, ToolDefinition, few_tools, server_tools, tool_use
 from raydix.engine.api.fields import SamplingFields, Stops, TemplateFields
 from raydix.engine.api.formats import Constraint
@@ -19,7 +19,7 @@ from raydix.engine.api.grammars import schema_grammar
 from raydix.engine.api.known import Ignored, KnownEngineFields, ServiceTier, UnlessEmpty, UnlessFalse, Unsupported
 from raydix.engine.api.normal_form import normal_form
 from raydix.engine.api.prompts import Label, few_messages
-from raydix.engine.api.spec import FormSpec, GenerationSpec, ReasoningUse, RetentionSpec, ServiceSpec
+from raydix.engine.api.spec import CompactionUse, FormSpec, GenerationSpec, ReasoningUse, RetentionSpec, ServiceSpec
 from raydix.engine.api.validation import (
     INTEGRAL,
     MAX_IGNORED,
@@ -120,9 +120,11 @@ class ChatBody(SamplingFields, TemplateFields, KnownEngineFields):
     context_management: ContextManagement | None = Field(
         default=None, description="Edits of the chat before the model sees it; the answer tells what they left out."
     )
+    compaction: WholeCompaction | None = Field(
+        default=None, description="The answer is a summary alone, which may stand in the chat's place."
+    )
     output_format: Unsupported = None
     billing_policy: Ignored = None
-    compaction: Unsupported = None
     fallback_credit_token: Ignored = None
     fallbacks: UnlessEmpty = None
     mcp_servers: UnlessEmpty = None
@@ -136,7 +138,8 @@ class ChatBody(SamplingFields, TemplateFields, KnownEngineFields):
         """The chat in normal form, without a limit of its answer."""
         transcript, left_out = self._transcript(rules.volatile_lines)
         messages = transcript.messages
-        continues = messages[-1].role == "assistant"
+        # A summary is an answer of its own, whoever has spoken last.
+        continues = messages[-1].role == "assistant" and self.compaction is None
         # The API gives no sense to going on behind a call: its results come from the client, in the next message.
         if messages[-1].tool_calls:
             raise RequestError("'messages' ends with calls, and must go on with their results.", param="messages")
@@ -150,11 +153,20 @@ class ChatBody(SamplingFields, TemplateFields, KnownEngineFields):
             reasoning=self._reasoning() or ReasoningUse(),
             chat_end=ChatEnd.OPEN if continues else ChatEnd.ANSWER,
             edits=None if editing is None else editing.normal(),
+            compaction=self._compaction(),
             retention=RetentionSpec(marks=tuple(transcript.marks)),
         )
         spec = normal_form(self, asked, messages=messages)
         unused = [*server_tools(self.tools or ()), *left_out, *(() if editing is None else editing.left_out())]
         return replace(spec, ignored=(*spec.ignored, *unused)[:MAX_IGNORED])
+
+    def _compaction(self) -> CompactionUse | None:
+        """The way in which a summary takes the chat's place; None: it never does."""
+        if self.compaction is None:
+            return None if self.context_management is None else self.context_management.compaction()
+        if self.context_management is not None:
+            raise RequestError("'compaction' and 'context_management' cannot be given together.", param="compaction")
+        return self.compaction.normal()
 
     def _reasoning(self) -> ReasoningUse | None:
         """The wishes for reasoning in normal form."""
@@ -262,8 +274,8 @@ class CountRequest(ChatBody):
     """Body of `/v1/messages/count_tokens`."""
 
     def spec(self, rules: BodyRules = NO_RULES) -> GenerationSpec:
-        """The chat in normal form."""
-        return replace(self.chat(rules), max_tokens=0)
+        """The chat in normal form. Counting makes no summary."""
+        return replace(self.chat(rules), max_tokens=0, compaction=None)
 
 
 def parse_messages(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:

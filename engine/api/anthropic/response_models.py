@@ -10,7 +10,12 @@ from raydix.engine.api.response_models import Shape
 class ContentBlock(Shape):
     """Part of an answer."""
 
-    type: Literal["text", "thinking", "tool_use"] = Field(description="A text, reasoning, or the call of a function.")
+    type: Literal["text", "thinking", "tool_use", "compaction"] = Field(
+        description="A text, reasoning, the call of a function, or a summary in place of the chat before it."
+    )
+    content: str | None = Field(
+        default=None, description="Of a summary: the message with which the chat begins anew; null if there is none."
+    )
     thinking: str | None = Field(default=None, description="Of reasoning: its text.")
     signature: str | None = Field(default=None, description="Of reasoning: always empty.")
     text: str | None = Field(default=None, description="Of a text.")
@@ -26,14 +31,28 @@ class CacheCreation(Shape):
     ephemeral_1h_input_tokens: int = Field(description="Before a mark of an hour.")
 
 
-class MessageUsage(Shape):
-    """Tokens of a request; the first three add up to the prompt."""
+class IterationTokens(Shape):
+    """Tokens of one generation; the first three add up to its prompt."""
 
     input_tokens: int = Field(description="Neither found in the cache nor before a mark.")
     cache_creation_input_tokens: int = Field(description="Before the last mark, and not found in the cache.")
     cache_read_input_tokens: int = Field(description="Found in the cache.")
     cache_creation: CacheCreation = Field(description="Tokens before marks by their time to live.")
-    output_tokens: int = Field(description="Of the answer.")
+    output_tokens: int = Field(description="Of what was generated.")
+
+
+class Iteration(IterationTokens):
+    """One generation of a request."""
+
+    type: Literal["compaction", "message"] = Field(description="A summary, or the answer behind it.")
+
+
+class MessageUsage(IterationTokens):
+    """Tokens of a request, without those of a summary."""
+
+    iterations: list[Iteration] | None = Field(
+        default=None, description="Where a summary was made: the generations in their order."
+    )
 
 
 class AppliedEdit(Shape):
@@ -90,7 +109,8 @@ class MessageResponse(Shape):
     model: str = Field(description="Name of the model.")
     content: list[ContentBlock] = Field(description="The answer, a block for each text and call.")
     stop_reason: str | None = Field(
-        description="`end_turn`, `max_tokens`, `stop_sequence`, `tool_use` or `model_context_window_exceeded`."
+        description="`end_turn`, `max_tokens`, `stop_sequence`, `tool_use`, `compaction` or "
+        "`model_context_window_exceeded`."
     )
     stop_sequence: str | None = Field(description="The stop sequence at the end.")
     usage: MessageUsage = Field(description="Tokens of the request.")

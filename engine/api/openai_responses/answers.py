@@ -56,7 +56,7 @@ class ResponseWriter:
         self._unique = context.head.id.removeprefix("resp_")
         self._num_events = 0
         """Events so far, with those that the reader has already."""
-        self._first = 0 if self._turn.compaction is None else 1
+        self._first = len([*self._summary()])
         """Index of the answer's first item, behind that of a summary."""
         self.is_in_conversation = True
         """False: the answer could not be added to its conversation."""
@@ -92,8 +92,9 @@ class ResponseWriter:
 
     def _summary(self) -> Iterator[Json]:
         """The item of a summary that was made for this request, if there is one."""
-        if self._turn.compaction is not None:
-            yield compaction_item(*self._turn.compaction)
+        summary = self._context.summary
+        if summary is not None and summary.text is not None:
+            yield compaction_item(summary.unique, summary.text)
 
     def _messages(self, choice: Choice) -> Json:
         """Prompt and answer as vLLM shows them: texts, with special tokens by their names, and token ids."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, StringConstraints
 
+from raydix.engine.api.compaction import BY_ROUTE, SUMMARY_TOKENS, asking
 from raydix.engine.api.fields import RequestId, SamplingFields, TemplateFields
 from raydix.engine.api.formats import Constraint
 from raydix.engine.api.grammars import schema_grammar
@@ -25,14 +26,14 @@ from raydix.engine.api.known import (
     Verbosity,
 )
 from raydix.engine.api.normal_form import normal_form
-from raydix.engine.api.openai_responses.compaction import SUMMARY_TOKENS, CompactionRule, asking
+from raydix.engine.api.openai_responses.compaction import CompactionRule
 from raydix.engine.api.openai_responses.conversations import ConversationName, Metadata
 from raydix.engine.api.openai_responses.items import Item, as_items, messages_of
 from raydix.engine.api.openai_responses.tools import ResponseTool, ToolChoice, namespaces_of, server_tools, tool_use
 from raydix.engine.api.prompts import Label, Message
 from raydix.engine.api.reasoning import Effort
 from raydix.engine.api.responses import ID_PREFIXES, Json
-from raydix.engine.api.spec import FormSpec, GenerationSpec, ReasoningUse, ResponseTurn, ServiceSpec
+from raydix.engine.api.spec import CompactionUse, FormSpec, GenerationSpec, ReasoningUse, ResponseTurn, ServiceSpec
 from raydix.engine.api.tools import few_tools
 from raydix.engine.api.validation import (
     INTEGRAL,
@@ -218,7 +219,6 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
             shows_messages=bool(self.enable_response_messages),
             namespaces=namespaces_of(self.tools or ()),
             num_instructions=len(instructions),
-            compact_threshold=self._threshold(),
             conversation=self.conversation,
             in_background=bool(self.background),
         )
@@ -237,6 +237,7 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
             # The API has no error for a limit above the context: the answer ends there as incomplete.
             is_capped=True,
             turn=turn,
+            compaction=self._compaction(),
             form=FormSpec(stream=bool(self.stream)),
             # OpenAI's routing hint says what a session says here: these requests share a beginning.
             service=ServiceSpec(session_id=self.prompt_cache_key, request_id=self.request_id),
@@ -258,11 +259,12 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
             if rule.type != COMPACTION:
                 yield f"context_management.{rule.type}"
 
-    def _threshold(self) -> int | None:
-        """Tokens above which the conversation is compacted; None: it never is."""
+    def _compaction(self) -> CompactionUse | None:
+        """The way in which the conversation is compacted; None: it never is."""
         given = [rule.compact_threshold for rule in self.context_management or () if rule.type == COMPACTION]
         # Of several rules the first one to be reached decides.
-        return min((each for each in given if each is not None), default=None)
+        threshold = min((each for each in given if each is not None), default=None)
+        return None if threshold is None else CompactionUse(threshold)
 
     def constraint(self) -> Constraint | None:
         """Return the grammar that the answer must follow; errors as `FormatFields.constraint`."""
@@ -332,7 +334,7 @@ class CompactRequest(ResponsesRequest):
         """The request for the summary in normal form."""
         if not self.input and self.previous_response_id is None:
             raise RequestError("Missing required parameter: 'input' or 'previous_response_id'.", param="input")
-        spec = asking(super().spec())
+        spec = asking(super().spec(), BY_ROUTE)
         # A summary that is as long as the conversation would save nothing.
         return replace(spec, max_tokens=min(self.max_output_tokens or SUMMARY_TOKENS, SUMMARY_TOKENS))
 
@@ -346,9 +348,8 @@ def parse_compact(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
 def parse_input_tokens(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/v1/responses/input_tokens` in normal form. Raises RequestError naming the field at fault."""
     spec = parse_responses(body, rules)
-    assert spec.turn is not None
     # Counting must not make a summary, which would be generated and change the number.
-    return replace(spec, max_tokens=0, turn=replace(spec.turn, compact_threshold=None))
+    return replace(spec, max_tokens=0, compaction=None)
 
 
 def parse_responses(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
