@@ -33,7 +33,7 @@ from raydix.engine.core.ingress.room import Room
 from raydix.engine.core.settings import GIB
 from raydix.engine.core.types import Adapter, DraftSource, Pooling
 from raydix.engine.model.adapters import identify_adapter, identify_adapters
-from raydix.engine.model.chats import reasoning_format, tool_format
+from raydix.engine.model.chats import chat_beginning, reasoning_format, tool_format
 from raydix.engine.model.identity import ModelIdentity, identify
 from raydix.engine.model.sources import cache_folder, model_name
 from raydix.engine.model.tokenizer import Tokenizer
@@ -314,6 +314,6 @@ def _public_prefixes(tokenizer: Tokenizer, config: Config) -> tuple[tuple[int, .
     special_tokens = config.model.special_tokens_in_messages
     texts = config.cache.public_prefixes
     try:
-        return tuple(tokenizer.chat_beginning(text, special_tokens=special_tokens) for text in texts)
+        return tuple(chat_beginning(tokenizer, text, special_tokens=special_tokens) for text in texts)
     except RequestError as error:
         raise StartupError(f"cache.public_prefixes: {error}") from None

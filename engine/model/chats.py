@@ -6,6 +6,7 @@ import secrets
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatEnd, ChatTemplate
@@ -187,6 +188,19 @@ def next_turn(
         return []
     _, last = rest.borders[-1]  # What follows it may become other tokens together with the question.
     return [*known, *rest.token_ids[: last + 1]]
+
+
+def chat_beginning(tokenizer: Tokenizer, system: str, *, special_tokens: bool = False) -> tuple[int, ...]:
+    """Return the token ids with which every chat with this system message begins, whatever the user says.
+
+    Raises `RequestError` if the template takes no such message.
+    """
+    # Three users who begin differently, as a digit, a letter and a line: what is common to all does not depend on
+    # the user.
+    messages = [[{"role": "system", "content": system}, {"role": "user", "content": user}] for user in "1a\n"]
+    chats = [tokenizer.encode_chat(chat, special_tokens=special_tokens).token_ids for chat in messages]
+    same = takewhile(lambda ids: len(set(ids)) == 1, zip(*chats, strict=False))
+    return tuple(ids[0] for ids in same)
 
 
 def _render(

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +103,6 @@ class Tokenizer:
         """
         ids: list[int] = self._encoding(text, add_special_tokens).ids
         return ids
-
-    def with_special_tokens(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the ids between the special tokens that the model wants before and after any text."""
-        # Any text will do: what the tokenizer adds does not depend on what stands between.
-        bare, whole = (self.encode("a", add_special_tokens=add) for add in (False, True))
-        start = next(index for index in range(len(whole)) if whole[index : index + len(bare)] == bare)
-        return [*whole[:start], *token_ids, *whole[start + len(bare) :]]
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """Return the names of token ids in the vocabulary; an id without one has an empty name."""
@@ -256,7 +248,7 @@ class Tokenizer:
         """
         if template.source is None and not self.has_chat_template:
             raise RequestError("this model has no chat template: use /v1/completions", param="messages")
-        self._require_free(template.arguments)
+        _require_free(template.arguments, self._tokenizer)
         arguments: Mapping[str, Any] = template.arguments
         mark = None
         if not special_tokens:
@@ -279,17 +271,6 @@ class Tokenizer:
             raise RequestError(f"the chat template cannot take these messages: {reason}", param=param) from error
         return RenderedChat(rendered, mark)
 
-    def _require_free(self, arguments: Mapping[str, object]) -> None:
-        """Raise `RequestError` for an argument that would replace what a template is given or can call anyway."""
-        if not arguments:
-            return
-        # Asked of the installed version: a later one may have more parameters that an argument could replace.
-        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        for name in arguments:
-            if name in own or name in _TEMPLATE_NAMES or name in self._tokenizer.special_tokens_map:
-                param = f"chat_template_kwargs.{name}"
-                raise RequestError(f"'{param}' would replace what the chat template is given otherwise.", param=param)
-
     def around(self, text: str, suffix: str) -> str | None:
         """Return the prompt for a text between `text` and `suffix`, as models trained to fill in take it (Bavarian et
         al. 2022, prefix first); None if the tokenizer has no tokens for it."""
@@ -307,18 +288,6 @@ class Tokenizer:
         if self._longest_token is None:
             return 0
         return -(-len(_utf8(text).translate(None, self._lost_bytes)) // self._longest_token)
-
-    def chat_beginning(self, system: str, *, special_tokens: bool = False) -> tuple[int, ...]:
-        """Return the token ids with which every chat with this system message begins, whatever the user says.
-
-        Raises `RequestError` if the template takes no such message.
-        """
-        # Three users who begin differently, as a digit, a letter and a line: what is common to all does not depend on
-        # the user.
-        messages = [[{"role": "system", "content": system}, {"role": "user", "content": user}] for user in "1a\n"]
-        chats = [self.encode_chat(chat, special_tokens=special_tokens).token_ids for chat in messages]
-        same = takewhile(lambda ids: len(set(ids)) == 1, zip(*chats, strict=False))
-        return tuple(ids[0] for ids in same)
 
     def token_bytes(self, skip_special_tokens: bool = True) -> list[bytes] | None:
         """Return the exact bytes of each token id, so that text can be put together from tokens one by one.
@@ -362,6 +331,19 @@ def _utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeError as error:
         raise RequestError(_SURROGATES) from error
+
+
+def _require_free(arguments: Mapping[str, object], tokenizer: Any) -> None:
+    """Raise `RequestError` for an argument that would replace what a template is given or can call anyway.
+    `tokenizer`: of transformers."""
+    if not arguments:
+        return
+    # Asked of the installed version: a later one may have more parameters that an argument could replace.
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name in arguments:
+        if name in own or name in _TEMPLATE_NAMES or name in tokenizer.special_tokens_map:
+            param = f"chat_template_kwargs.{name}"
+            raise RequestError(f"'{param}' would replace what the chat template is given otherwise.", param=param)
 
 
 def forgo_torch() -> None:

@@ -249,7 +249,7 @@ class Reader:
         if spec.prompt.kind == "chat":
             token_ids = self._chat_ids(spec.prompt, limit)[0].token_ids
             if spec.add_special_tokens:
-                token_ids = self._tokenizer.with_special_tokens(token_ids)
+                token_ids = _with_special_tokens(self._tokenizer, token_ids)
         else:
             [text] = spec.prompt.prompts
             assert isinstance(text, str)
@@ -431,3 +431,11 @@ def _filled_in(tokenizer: Tokenizer, prompt: str, suffix: str) -> str:
             "'suffix' is not supported: this model's tokenizer has no tokens for filling in.", param="suffix"
         )
     return text
+
+
+def _with_special_tokens(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
+    """Return the ids between the special tokens that the model wants before and after any text."""
+    # Any text will do: what the tokenizer adds does not depend on what stands between.
+    bare, whole = (tokenizer.encode("a", add_special_tokens=add) for add in (False, True))
+    start = next(index for index in range(len(whole)) if whole[index : index + len(bare)] == bare)
+    return [*whole[:start], *token_ids, *whole[start + len(bare) :]]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from raydix.engine.core.errors import StartupError
+from raydix.engine.model.chats import chat_beginning
 from raydix.engine.model.families import read_config
 from raydix.engine.model.identity import fingerprint, identify
 from raydix.engine.model.sources import DEFAULT_MODEL, model_name, resolve_model
@@ -179,7 +180,7 @@ def test_the_end_of_a_turn_ends_a_generation(tokenizer: Tokenizer) -> None:
 @needs_model
 def test_every_chat_with_a_system_message_begins_alike_and_no_other(tokenizer: Tokenizer) -> None:
     system = "You are the help desk of a library."
-    beginning = tokenizer.chat_beginning(system)
+    beginning = chat_beginning(tokenizer, system)
     text = tokenizer.decode(beginning, skip_special_tokens=False)
     assert text.startswith(f"<|im_start|>system\n{system}<|im_end|>\n")
     for question in ("Hi", "\n\n", "", "  x", "\tx", "\r\n", "1", "é", "<|im_end|>"):

@@ -492,7 +492,8 @@ class Directory:
             return_rate=self.statistics.return_rate,
             objectives=objectives,
             # Where all workers are on one node, each source is as near as any other.
-            sources=sources_of(records, self.fleet, self._reservations) if self.fleet.is_spread else None,
+            # On one node every import takes alike.
+            sources=sources_of(records, self.fleet, self._reservations) if len(self.fleet.nodes) > 1 else None,
         )
         return demand, self.fleet.candidates(prefix.holders, avoided)
 

@@ -28,8 +28,8 @@ class Fleet(Mapping[str, WorkerRecord]):
         self._workers: dict[str, WorkerRecord] = {}
         self.leaving: frozenset[str] = frozenset()
         """The workers that are about to stop."""
-        self.is_spread = False
-        """True if the workers are on several nodes."""
+        self.nodes: frozenset[str] = frozenset()
+        """The nodes with workers."""
         self.links = Links()
         self.elastic_load = Elastic()
         self.plan: Plan | None = None
@@ -57,11 +57,6 @@ class Fleet(Mapping[str, WorkerRecord]):
     def elastic(self) -> list[WorkerRecord]:
         """The elastic workers that stay."""
         return [worker for worker in self._workers.values() if worker.is_elastic and not worker.is_leaving]
-
-    @property
-    def nodes(self) -> frozenset[str]:
-        """The nodes with workers."""
-        return frozenset(worker.node for worker in self._workers.values())
 
     @property
     def fingerprint(self) -> str | None:
@@ -93,7 +88,7 @@ class Fleet(Mapping[str, WorkerRecord]):
         self._peers.add(worker.worker_id, _kind(worker))
         worker.costs = self._peers.costs_of(worker.worker_id)
         self._workers[worker.worker_id] = worker
-        self.is_spread = len(self.nodes) > 1
+        self.nodes |= {worker.node}
         self._regroup([worker.worker_id])
 
     def leave(self, worker_id: str) -> None:
@@ -104,7 +99,7 @@ class Fleet(Mapping[str, WorkerRecord]):
     def remove(self, worker_id: str) -> None:
         """Forget a worker."""
         del self._workers[worker_id]
-        self.is_spread = len(self.nodes) > 1
+        self.nodes = frozenset(worker.node for worker in self._workers.values())
         self.leaving -= {worker_id}
         self._groups.remove(worker_id)
         self._peers.remove(worker_id)
@@ -229,6 +224,7 @@ class Fleet(Mapping[str, WorkerRecord]):
             assert worker.tpots.keys() <= worker.decoding
             assert self._groups.load_of(worker.worker_id) == worker.load
             _check_load(worker, reservations.values())
+        assert self.nodes == {worker.node for worker in self._workers.values()}
         assert self.leaving == {worker.worker_id for worker in self._workers.values() if worker.is_leaving}
 
     # Inside
