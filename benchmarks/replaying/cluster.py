@@ -9,43 +9,34 @@ from benchmarks.replaying.routers import Router
 from benchmarks.replaying.traces import TraceRequest
 from benchmarks.replaying.worker import ReplayedRequest, ReplayWorker
 
-LOOK_S = 1.0
-"""Between two looks at the load, as in the manager."""
 ASK_AGAIN_S = 0.25
 """Between two questions of a paused request, as at an ingress replica."""
 
 
 class Cluster:
-    """Runs a trace on workers behind a router. Workers may come and go (`look`)."""
+    """Runs a trace on workers behind a router."""
 
     def __init__(
         self,
         workers: Sequence[ReplayWorker],
         router: Router,
-        look: Callable[[Cluster, float], None] | None = None,
         on_end: Callable[[ReplayedRequest, float], None] | None = None,
     ) -> None:
-        """`look`: called each `LOOK_S`, as long as there are jobs; `on_end`: at the end of each job."""
+        """`on_end`: called at the end of each job."""
         self.workers = {worker.worker_id: worker for worker in workers}
         self.router = router
-        self.num_active = 0
-        """Jobs that have arrived and not ended."""
-        self._look = look
         self._on_end = on_end
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._num_events = 0
-        self._has_more = True
 
     def run(self, trace: Sequence[TraceRequest]) -> Iterator[ReplayedRequest]:
         """Yields each job on its arrival; at the end all have ended (or are refused: no blocks)."""
-        self._at(0.0, self._look_again)
         for number, request in enumerate(trace):
             while self._events and self._events[0][0] <= request.arrival_s:
                 self._next()
             job = ReplayedRequest(number, request)
             self._arrive(job, request.arrival_s)
             yield job
-        self._has_more = False
         while self._events:
             self._next()
 
@@ -57,19 +48,6 @@ class Cluster:
         """Let everything happen that happens before a time."""
         while self._events and self._events[0][0] < end_s:
             self._next()
-
-    def at(self, when: float, happen: Callable[[float], None]) -> None:
-        """Have something happen later."""
-        self._at(when, happen)
-
-    def is_idle(self, worker_id: str) -> bool:
-        """True if a worker has nothing to do."""
-        return self.workers[worker_id].is_idle
-
-    def _look_again(self, now: float) -> None:
-        if self._look is not None and (self._has_more or self.num_active):
-            self._look(self, now)
-            self._at(now + LOOK_S, self._look_again)
 
     def _next(self) -> None:
         now, _, happen = heapq.heappop(self._events)
@@ -87,7 +65,6 @@ class Cluster:
         # No worker could ever hold the request: it is refused, and has no blocks.
         if num_blocks > pool.num_blocks:
             return
-        self.num_active += 1
         self._ask(job, now)
 
     def _ask(self, job: ReplayedRequest, now: float) -> None:
@@ -156,7 +133,6 @@ class Cluster:
         job = worker.pop_decoded(now)
         worker.give_back(job, now)
         job.finished_s = now
-        self.num_active -= 1
         self.router.ended(job, now)
         if self._on_end is not None:
             self._on_end(job, now)

@@ -12,11 +12,8 @@ from benchmarks.replaying.worker import ReplayedRequest, ReplayWorker
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.hashing import preferred
 from raydix.engine.core.manager.directory import Directory
-from raydix.engine.core.manager.elastic import Plan
 from raydix.engine.core.manager.instructions import Export, Instruction
-from raydix.engine.core.manager.records import WorkerRecord
 from raydix.engine.core.manager.turns import NO_TURNS, PausedError, TurnLimits
-from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
 from raydix.engine.core.types import AdmitRequest, Role, SegmentHeader
 
 
@@ -46,12 +43,11 @@ class Managed:
         workers: Sequence[ReplayWorker],
         speeds: Speeds,
         spread: float = 0.0,
-        objectives: Objectives = NO_OBJECTIVES,
         turns: TurnLimits = NO_TURNS,
     ) -> None:
         self._block_size = workers[0].pool.block_size
         model, self._block_bytes = speeds.cost_model(self._block_size)
-        self._directory = Directory(model, segment_budget_bytes=0, objectives=objectives, turns=turns)
+        self._directory = Directory(model, segment_budget_bytes=0, turns=turns)
         self._imports = speeds.imports
         self._token_budget = speeds.token_budget
         self._spread = spread
@@ -59,30 +55,6 @@ class Managed:
             self._register(worker)
         for worker in workers:
             self._report_costs(worker)
-
-    @property
-    def workers(self) -> Mapping[str, WorkerRecord]:
-        """The directory's own records."""
-        return self._directory.fleet
-
-    def divide(self, now: float, most: int) -> Plan | None:
-        """Have the directory look at the load of its elastic workers."""
-        return self._directory.fleet.divide(self._directory.objectives, now, most)
-
-    def add(self, worker: ReplayWorker) -> None:
-        """A worker has started."""
-        self._register(worker)
-        self._report_costs(worker)
-
-    def leave(self, worker_id: str) -> None:
-        """A worker is to stop, and gets no new requests."""
-        self._directory.leave(worker_id)
-
-    def has_left(self, worker_id: str) -> bool:
-        return self._directory.has_left(worker_id)
-
-    def remove(self, worker_id: str) -> None:
-        self._export(self._directory.remove_worker(worker_id))
 
     def route(self, job: ReplayedRequest, now: float) -> tuple[str, str] | None:
         request = job.request

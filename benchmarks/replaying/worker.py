@@ -69,10 +69,6 @@ class ReplayWorker:
         self._decoded = 0.0
         self._since = 0.0
 
-    @property
-    def is_idle(self) -> bool:
-        return not (self.waiting or self.incoming or self._decoding) and self.prefilling is None
-
     def enqueue(self, job: ReplayedRequest) -> None:
         """Have a job wait for its prefill."""
         self.waiting.append(job)

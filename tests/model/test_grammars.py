@@ -9,7 +9,6 @@ from functools import cache, partial
 import jsonschema
 import pytest
 
-from benchmarks.made_schemas import Schema, made_schema
 from raydix.engine.api.assembler import ChoiceAssembler
 from raydix.engine.api.requests import parse_completion
 from raydix.engine.api.spec import sampling_params
@@ -26,6 +25,7 @@ from raydix.engine.model.grammars import Grammars
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from raydix.engine.model.tokenizer import Tokenizer
 from raydix.engine.serving.grammar_check import check_grammar
+from tests.model.made_schemas import Schema, made_schema
 from tests.model.random_logits import RandomModel, assignment, finish_of, make_engine, run, tokens_of
 
 VOCAB = 49152
