@@ -1,8 +1,8 @@
 """Model families, and the description of a decoder from a Hugging Face `config.json`, of transformers 4 or 5.
 
-One decoder covers every family; the families differ in data alone: a `ModelConfig`. Each has a file here. Of a model
-that also takes images or sound (`Gemma3ForConditionalGeneration`) the text part is served, which `text_config`
-describes.
+One decoder covers every family; the families differ in data alone: a `ModelConfig`. Those of one line of descent share
+a file here. Of a model that also takes images or sound (`Gemma3ForConditionalGeneration`) the text part is served,
+which `text_config` describes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,33 +10,16 @@ from pathlib import Path
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import JsonObject, ModelConfig, read_json, unsupported
-from raydix.engine.model.families.ernie4_5 import ERNIE4_5
-from raydix.engine.model.families.exaone4 import EXAONE4
 from raydix.engine.model.families.family import Family, Settings
-from raydix.engine.model.families.gemma import GEMMA
-from raydix.engine.model.families.gemma2 import GEMMA2
-from raydix.engine.model.families.gemma3 import GEMMA3
-from raydix.engine.model.families.glm import GLM
-from raydix.engine.model.families.glm4 import GLM4
+from raydix.engine.model.families.gemma import GEMMA, GEMMA2, GEMMA3
+from raydix.engine.model.families.glm import GLM, GLM4
 from raydix.engine.model.families.gpt_oss import GPT_OSS
-from raydix.engine.model.families.granite import GRANITE
-from raydix.engine.model.families.granitemoe import GRANITE_MOE
-from raydix.engine.model.families.helium import HELIUM
-from raydix.engine.model.families.llama import LLAMA
-from raydix.engine.model.families.ministral import MINISTRAL
-from raydix.engine.model.families.ministral3 import MINISTRAL3
-from raydix.engine.model.families.mistral import MISTRAL
-from raydix.engine.model.families.mixtral import MIXTRAL
-from raydix.engine.model.families.olmo2 import OLMO2
-from raydix.engine.model.families.olmo3 import OLMO3
-from raydix.engine.model.families.olmoe import OLMOE
-from raydix.engine.model.families.phi3 import PHI3
-from raydix.engine.model.families.qwen2 import QWEN2
-from raydix.engine.model.families.qwen3 import QWEN3
-from raydix.engine.model.families.qwen3_moe import QWEN3_MOE
+from raydix.engine.model.families.granite import GRANITE, GRANITE_MOE
+from raydix.engine.model.families.llama import ERNIE4_5, EXAONE4, HELIUM, LLAMA, PHI3, SEED_OSS, SMOLLM3
+from raydix.engine.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
+from raydix.engine.model.families.olmo import OLMO2, OLMO3, OLMOE
+from raydix.engine.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from raydix.engine.model.families.refused import missing_for
-from raydix.engine.model.families.seed_oss import SEED_OSS
-from raydix.engine.model.families.smollm3 import SMOLLM3
 
 _ALL = (
     *(LLAMA, MISTRAL, MINISTRAL),

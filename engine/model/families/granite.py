@@ -1,13 +1,13 @@
-"""Granite 3, the dense models: Llama with a factor each on embeddings, scores, residual sums and logits."""
+"""Granite, and Granite with experts."""
 
 from dataclasses import replace
 
 from raydix.engine.model.config import ModelConfig
 from raydix.engine.model.families.family import Family, Settings
-from raydix.engine.model.families.parts import decoder
+from raydix.engine.model.families.parts import decoder, experts_of
 
 
-def _describe(settings: Settings) -> ModelConfig:
+def _granite(settings: Settings) -> ModelConfig:
     return replace(
         decoder(settings),
         mlp_bias=bool(settings["mlp_bias"]),
@@ -30,5 +30,32 @@ GRANITE = Family(
         "residual_multiplier": 1.0,
         "logits_scaling": 1.0,
     },
-    describe=_describe,
+    describe=_granite,
 )
+"""Granite 3, the dense models: Llama with a factor each on embeddings, scores, residual sums and logits."""
+
+
+def _granitemoe(settings: Settings) -> ModelConfig:
+    of_all = experts_of(settings.changed(norm_topk_prob=True))
+    return replace(
+        GRANITE.describe(settings),
+        mlp_bias=False,
+        experts=replace(
+            of_all,
+            router="block_sparse_moe.router.layer",
+            gate=None,
+            up="block_sparse_moe.input_linear",
+            down="block_sparse_moe.output_linear",
+        ),
+    )
+
+
+GRANITE_MOE = Family(
+    model_type="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    title="Granite 3 MoE",
+    sizes={"1B-A400M": 1.33, "3B-A800M": 3.3},
+    defaults={**GRANITE.defaults, "num_experts": 8, "num_experts_per_tok": 2},
+    describe=_granitemoe,
+)
+"""Granite 3 with experts, which its files store as one tensor of all."""

@@ -1,0 +1,82 @@
+"""Qwen 2 and 3, and Qwen 3 with experts."""
+
+from dataclasses import replace
+
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.families.family import Family, Settings
+from raydix.engine.model.families.parts import decoder, experts_of, layer_windows
+
+QWEN2_DEFAULTS = {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "max_window_layers": 28}
+
+
+def qwen(settings: Settings) -> ModelConfig:
+    """Describe the decoder as far as Qwen 2 and 3 are alike."""
+    plain = decoder(settings)
+    if not settings.get("use_sliding_window"):
+        return plain
+    window = settings.stated.get("sliding_window", 4096)  # null: none
+    windows = layer_windows(settings, window, lambda index: index >= int(settings["max_window_layers"]))
+    return replace(plain, layer_windows=windows)
+
+
+def _qwen2(settings: Settings) -> ModelConfig:
+    return replace(qwen(settings), attention_bias=True, attention_output_bias=False)
+
+
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    title="Qwen 2 and 2.5",
+    sizes={"0.5B": 0.49, "1.5B": 1.54, "3B": 3.09, "7B": 7.62, "14B": 14.8, "32B": 32.8, "72B": 72.7},
+    also=("qwen2vl", "qwen25vl", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    gguf_name="qwen2",
+    defaults=QWEN2_DEFAULTS,
+    describe=_qwen2,
+)
+"""Qwen 2 and 2.5: queries, keys and values have a bias; layers have a window only if `use_sliding_window` says so."""
+
+
+def _qwen3(settings: Settings) -> ModelConfig:
+    return replace(qwen(settings), qk_norm=True)
+
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    title="Qwen 3",
+    sizes={"0.6B": 0.6, "1.7B": 1.72, "4B": 4.02, "8B": 8.19, "14B": 14.8, "32B": 32.8},
+    also=("qwen3vl",),
+    gguf_name="qwen3",
+    defaults={**QWEN2_DEFAULTS, "head_dim": 128},
+    describe=_qwen3,
+)
+"""Qwen 3: queries and keys pass a norm."""
+
+
+def _qwen3_moe(settings: Settings) -> ModelConfig:
+    step, dense = int(settings["decoder_sparse_step"]), settings.get("mlp_only_layers") or []
+    layers = [index for index in range(int(settings["num_hidden_layers"])) if (index + 1) % step == 0]
+    return replace(
+        QWEN3.describe(settings),
+        experts=experts_of(settings, layers=[index for index in layers if index not in dense]),
+    )
+
+
+QWEN3_MOE = Family(
+    model_type="qwen3moe",
+    architecture="Qwen3MoeForCausalLM",
+    title="Qwen 3 MoE",
+    sizes={"30B-A3B": 30.5, "235B-A22B": 235.1},
+    gguf_name="qwen3moe",
+    defaults={
+        **QWEN2_DEFAULTS,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+    },
+    describe=_qwen3_moe,
+)
+"""Qwen 3 with experts: 128 small ones, of which each token takes 8."""
