@@ -20,12 +20,14 @@ from typing import Any
 import psutil
 
 from raydix.cli import haproxy
-from raydix.cli.agent_ports import with_agent_ports
 from raydix.cli.descriptors import connections
-from raydix.cli.ray_threads import log_errors_of_rays_threads
-from raydix.cli.ray_token import secure_token
-from raydix.cli.spare_processes import without_spare_processes
-from raydix.cli.store_pages import StorePages
+from raydix.cli.ray_node import (
+    StorePages,
+    log_errors_of_rays_threads,
+    secure_token,
+    with_agent_ports,
+    without_spare_processes,
+)
 from raydix.cli.worker_template import WorkerTemplate, forks_workers
 from raydix.configs import Config
 from raydix.configs.schema import HttpSection

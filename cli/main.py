@@ -8,6 +8,8 @@ from importlib.metadata import version
 from raydix.cli.flags import add_flags
 from raydix.engine.core.errors import StartupError
 
+KEY_BYTES = 32
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
@@ -205,9 +207,14 @@ def _models(options: argparse.Namespace) -> int:
 
 
 def _key(_: argparse.Namespace) -> int:
-    from raydix.cli import key
+    """A new API key for a client, and its hash for the configuration's `tenants`; neither is kept."""
+    import secrets
 
-    return key.run()
+    from raydix.engine.core.tenants import key_hash
+
+    key = f"rdx-{secrets.token_urlsafe(KEY_BYTES)}"
+    print(f"key   {key}\nhash  {key_hash(key)}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import psutil
 import yaml
 
 from raydix.cli.cluster import SERVE_SWITCHES
-from raydix.cli.ray_token import secure_token
+from raydix.cli.ray_node import secure_token
 from tests.integration.cluster import PARTS
 from tests.integration.conftest import Server, eventually
 from tests.nodes.network import Machine, Network

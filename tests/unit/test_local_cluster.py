@@ -18,9 +18,8 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import NodeID
 
-from raydix.cli.agent_ports import AGENT_PORTS, with_agent_ports
 from raydix.cli.cluster import IRREPLACEABLE, ClusterDiedError, LocalCluster, logs_since
-from raydix.cli.spare_processes import SPARED, without_spare_processes
+from raydix.cli.ray_node import AGENT_PORTS, SPARED, with_agent_ports, without_spare_processes
 from raydix.configs import load_config
 
 

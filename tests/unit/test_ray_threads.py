@@ -6,7 +6,7 @@ from types import FunctionType
 
 import pytest
 
-from raydix.cli.ray_threads import log_errors_of_rays_threads
+from raydix.cli.ray_node import log_errors_of_rays_threads
 
 SOURCE = "def listen():\n    raise ConnectionError('the cluster has ended')\n"
 
@@ -30,7 +30,7 @@ def fail_in(module: str) -> None:
 
 def test_errors_of_rays_threads_are_logged(printed: list[str], caplog: pytest.LogCaptureFixture) -> None:
     log_errors_of_rays_threads()
-    with caplog.at_level(logging.INFO, "raydix.cli.ray_threads"):
+    with caplog.at_level(logging.INFO, "raydix.cli.ray_node"):
         fail_in("ray._private.worker")
     assert printed == []
     [record] = caplog.records

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from raydix.cli.ray_token import TOKEN_FILE, secure_token
+from raydix.cli.ray_node import TOKEN_FILE, secure_token
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from raydix.cli.store_pages import PIECE_BYTES, STORE, StorePages
+from raydix.cli.ray_node import PIECE_BYTES, STORE, StorePages
 
 SIZE = 5 * PIECE_BYTES + 5000
 WRITTEN_AT = PIECE_BYTES + 123
