@@ -11,9 +11,6 @@ from starlette.routing import Match
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Scope
 
-from raydix.actors.ingress.allowance import AllowanceHeaders
-from raydix.actors.ingress.compression import Compression
-from raydix.actors.ingress.cross_origin import CrossOrigin
 from raydix.actors.ingress.http import (
     CLIENT_CLOSED_REQUEST,
     ClientGoneError,
@@ -21,6 +18,7 @@ from raydix.actors.ingress.http import (
     error_response,
     request_id_header,
 )
+from raydix.actors.ingress.middleware import AllowanceHeaders, Compression, CrossOrigin
 from raydix.actors.ingress.recorder import Recorder, Recording
 from raydix.actors.ingress.routes import (
     answers,

@@ -33,7 +33,6 @@ from raydix.actors.worker.held_adapters import HeldAdapters
 from raydix.actors.worker.measurements import Measurements, engine_statistics
 from raydix.actors.worker.registrar import Incarnation, Registrar
 from raydix.actors.worker.segment_import import import_segment
-from raydix.actors.worker.swap_space import ObjectStoreSwap
 from raydix.actors.worker.token_streams import TokenStreams
 from raydix.configs.schema import LoggingSection
 from raydix.engine.background import Background
@@ -55,6 +54,36 @@ if TYPE_CHECKING:
     from raydix.engine.model.engine import Engine, StepResult
 
 logger = logging.getLogger(__name__)
+
+
+class ObjectStoreSwap:
+    """KV of preempted requests in the object store of the worker's own node
+    (`raydix.engine.model.swap_space.SwapSpace`); it dies with the worker, as do the requests.
+
+    Called from the engine's thread, which waits: there is nothing else to do before the next step.
+    """
+
+    TAKE_TIMEOUT_S = 2.0
+    """Limit of reading KV back, from a disk after spilling, say; after it the KV is recomputed."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._refs: dict[str, Any] = {}
+
+    def put(self, request_id: str, payload: Any) -> None:
+        self._refs[request_id] = self._runtime.put(payload)
+
+    def take(self, request_id: str) -> Any:
+        """Return a read-only, zero-copy view of the object, which lives as long as the view.
+
+        Raises:
+            RayError, TimeoutError: the object is lost, or does not come in time.
+        """
+        ref: Any = self._refs.pop(request_id)  # ray.get would warn of an event loop that it does not block
+        return ref.future().result(self.TAKE_TIMEOUT_S)
+
+    def drop(self, request_id: str) -> None:
+        self._refs.pop(request_id, None)
 
 
 def compute_with(num_threads: int) -> None:

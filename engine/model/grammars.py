@@ -13,9 +13,11 @@ much; a worker that sees no grammar at all spends half a second of processor tim
 
 import logging
 import queue
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -29,7 +31,6 @@ from raydix.engine.core.worker.drafts.rows import DraftedRow, Row, with_drafts
 from raydix.engine.model.drafted_places import DraftedPlace, led_place
 from raydix.engine.model.lead_masks import LeadMasks
 from raydix.engine.model.masks import Mask, Masks, early_stops, num_words, restrict
-from raydix.engine.model.time_share import TimeShare
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -49,6 +50,46 @@ MAX_WALK_S = 0.5e-3
 """Processor time of one walk; the mask with which the walk exceeds the time is its last."""
 HARD_S = 5e-3
 """Processor time of a walk, mostly of one mask, that makes a grammar a hard one."""
+
+
+MOST_S = 1e-3
+"""Processor time that may be saved up."""
+
+
+class TimeShare:
+    """Processor time of a thread for work that nobody waits for: a share of the time that passes. Work that takes more
+    than is left is paid back by waiting."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._left_s = MOST_S
+        self._since_s = time.monotonic()
+
+    def has_time(self) -> bool:
+        """True if the work may be done now."""
+        now = time.monotonic()
+        self._left_s = min(MOST_S, self._left_s + self._share * (now - self._since_s))
+        self._since_s = now
+        return self._left_s > 0
+
+    @contextmanager
+    def taken(self) -> Iterator["Stopwatch"]:
+        """Take the processor time of the block, and tell it in the block."""
+        stopwatch = Stopwatch()
+        try:
+            yield stopwatch
+        finally:
+            self._left_s -= stopwatch.so_far_s()
+
+
+class Stopwatch:
+    """Processor time of this thread since the beginning."""
+
+    def __init__(self) -> None:
+        self._begun_s = time.thread_time()
+
+    def so_far_s(self) -> float:
+        return time.thread_time() - self._begun_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,17 @@
 """Runs one scheduled step on the model: builds the batch, runs the decoder, samples, scores and pools."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from raydix.engine.core.hashing import BlockChain, root_hash
-from raydix.engine.core.types import Assignment, SamplingParams, Stage, TokenLogprobs
+from raydix.engine.core.types import Assignment, Pooling, SamplingParams, Stage, TokenLogprobs
 from raydix.engine.core.worker.drafts.rows import rows_of, sampled_by_request
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.step import RunnerOutput, SampledToken, ScheduledChunk, SchedulerOutput
@@ -20,7 +21,6 @@ from raydix.engine.model.decoder import Decoder, ForwardBatch
 from raydix.engine.model.grammars import Grammars
 from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.lora import LoraRows
-from raydix.engine.model.pooling import pooled_states, sums_of
 from raydix.engine.model.sampler import sample_requests, score_tokens
 from raydix.engine.model.sizes import SCORED_ROWS
 
@@ -299,3 +299,26 @@ def _wanted_rows(chunks: Sequence[ScheduledChunk]) -> list[int]:
         pooled += [first + position - chunk.start for position in chunk.pooled]
         first = end
     return sampled + scored + pooled
+
+
+def sums_of(chunk: ScheduledChunk, rows: npt.NDArray[np.float32]) -> list[bytes]:
+    """Return the sums of a chunk, as `RunnerOutput.sums`. `rows` are the hidden states of its pooled positions,
+    [num_pooled, hidden_size]."""
+    start, stop, block_size = chunk.pooled.start, chunk.pooled.stop, chunk.request.block_size
+    before = np.frombuffer(chunk.request.pooled_sum) if chunk.request.pooled_sum else np.zeros(rows.shape[1])
+    totals = np.add.accumulate(np.vstack((before, rows)))  # [n] includes the first n rows
+    ends = dict.fromkeys([*range((start // block_size + 1) * block_size, stop + 1, block_size), stop])
+    return [totals[end - start].tobytes() for end in ends]
+
+
+def pooled_states(chunks: Iterable[ScheduledChunk], sums: Mapping[str, Sequence[bytes]]) -> dict[str, bytes]:
+    """Return the pooled hidden states that are known after a step with these `sums`, as `RunnerOutput.pooled`."""
+    states = {}
+    for chunk in chunks:
+        if chunk.ends_pooled:
+            request = chunk.request
+            total = sums[request.request_id][-1] if chunk.pooled else request.pooled_sum
+            is_mean = request.assignment.sampling.pooling is Pooling.MEAN
+            state = np.frombuffer(total) / (request.num_to_pool if is_mean else 1)
+            states[request.request_id] = state.astype("<f4").tobytes()
+    return states

@@ -22,8 +22,8 @@ from raydix.engine.model.build import make_grammars
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.engine import Engine
 from raydix.engine.model.exchange import ExportedSegment
+from raydix.engine.model.grammars import TimeShare
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
-from raydix.engine.model.time_share import TimeShare
 from tests.model import random_logits
 from tests.model.random_logits import assignment
 from tests.model.test_drafts import (

@@ -34,8 +34,8 @@ from raydix.engine.core.types import (
 from raydix.engine.model.build import build_engine
 from raydix.engine.model.engine import Engine
 from raydix.engine.model.families import FAMILIES, config_of
+from raydix.engine.model.identity import num_token_ids
 from raydix.engine.model.sizes import expected_shapes
-from raydix.engine.model.token_ids import num_token_ids
 from raydix.engine.model.tokenizer import Tokenizer
 from raydix.engine.serving.vocabulary import Vocabulary
 from tests.model.random_logits import wait_for_grammars

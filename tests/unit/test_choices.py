@@ -17,8 +17,7 @@ from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.model import grammars as grammars_module
 from raydix.engine.model import matcher
-from raydix.engine.model.grammars import CHOICE_SHARE, Grammars
-from raydix.engine.model.time_share import TimeShare
+from raydix.engine.model.grammars import CHOICE_SHARE, Grammars, TimeShare
 from tests.unit.builders import submit
 from tests.unit.test_drafts import CHEAP
 from tests.unit.test_grammar_drafts import alone, compiled, step_masks

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from raydix.actors.ingress.compression import BESIDE_BYTES, LEAST_BYTES, Compression, takes_gzip
+from raydix.actors.ingress.middleware import BESIDE_BYTES, LEAST_BYTES, Compression, takes_gzip
 from tests.unit.ingress import Replica, Served, call
 from tests.unit.served_app import app
 

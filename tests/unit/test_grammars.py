@@ -25,10 +25,9 @@ from raydix.engine.model import grammar_source
 from raydix.engine.model import grammars as grammars_module
 from raydix.engine.model.engine import Engine, StepResult
 from raydix.engine.model.grammar_source import GrammarError
-from raydix.engine.model.grammars import GrammarNews, Grammars, StepMasks, forbid
+from raydix.engine.model.grammars import GrammarNews, Grammars, StepMasks, TimeShare, forbid
 from raydix.engine.model.loop import EngineLoop
 from raydix.engine.model.matcher import Matcher
-from raydix.engine.model.time_share import TimeShare
 from tests.unit.builders import FINGERPRINT, FakeModel, chain_of
 
 EOS, OTHER_EOS, VOCAB = 256, 257, 300

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from raydix.actors.ingress.incidents import log_incident
+from raydix.actors.ingress.dispatcher import log_incident
 from raydix.engine.core.ingress.instructions import WorkerLost
 
 

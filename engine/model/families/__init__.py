@@ -12,10 +12,9 @@ from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import JsonObject, ModelConfig, read_json, unsupported
 from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.gemma import GEMMA, GEMMA2, GEMMA3
-from raydix.engine.model.families.glm import GLM, GLM4
 from raydix.engine.model.families.gpt_oss import GPT_OSS
 from raydix.engine.model.families.granite import GRANITE, GRANITE_MOE
-from raydix.engine.model.families.llama import ERNIE4_5, EXAONE4, HELIUM, LLAMA, PHI3, SEED_OSS, SMOLLM3
+from raydix.engine.model.families.llama import ERNIE4_5, EXAONE4, GLM, GLM4, HELIUM, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from raydix.engine.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
 from raydix.engine.model.families.olmo import OLMO2, OLMO3, OLMOE
 from raydix.engine.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE

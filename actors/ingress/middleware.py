@@ -1,13 +1,29 @@
-"""Large answers compressed, where the client takes gzip (RFC 9110, 12.5.3).
+"""What the application does to requests and answers around its routes.
 
-Streams of events stay as they are: a proxy or a client that waits for a whole compressed block would hold tokens back.
+* `Compression`: large answers are compressed where the client takes gzip (RFC 9110, 12.5.3). Streams of events stay as
+  they are: a proxy or a client that waits for a whole compressed block would hold tokens back.
+* `AllowanceHeaders`: the limit of a client's requests and what is left of it, at every route that counts requests. The
+  headers stand in answers, in streams and in errors alike, with the numbers of the moment in which the head is sent:
+  those of the ingress replica that answers.
+* `CrossOrigin`: requests from pages of other sites, as far as the configuration allows (CORS).
 """
 
 import asyncio
+import time
 import zlib
+from collections.abc import Callable, Collection
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from raydix.actors.ingress.http import IGNORED_HEADER
+from raydix.actors.ingress.routes.replica import Replica
+from raydix.engine.api.anthropic.errors import ANTHROPIC
+from raydix.engine.api.guards import is_allowed_origin
+from raydix.engine.api.route import Route
+from raydix.engine.api.wire import OPENAI
+from raydix.engine.core.ingress.room import Allowance
 
 LEAST_BYTES = 16 << 10
 """Smaller bodies cost more time than the network takes for them."""
@@ -103,3 +119,66 @@ def takes_gzip(accepted: str) -> bool:
         if name.strip() in ("gzip", "x-gzip"):
             return weight.replace(" ", "").strip("0.") != "q="
     return False
+
+
+class AllowanceHeaders:
+    """Adds the headers to one application's responses, in the words of the route's API."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            # The route and the tenant are known once the request has reached the one and shown the other's key.
+            tenant = scope.get("state", {}).get("tenant")
+            if message["type"] == "http.response.start" and tenant is not None:
+                route: Route = scope["route"].declared
+                if route.has_limit:
+                    replica: Replica = scope["app"].state.replica
+                    shown = route.wire.allowance(replica.frontend.allowance(tenant), time.time())
+                    MutableHeaders(scope=message).update(shown)
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+METHODS = ("GET", "POST", "DELETE")
+SHOWN_HEADERS = (
+    "retry-after",
+    IGNORED_HEADER,
+    *(name for wire in (OPENAI, ANTHROPIC) for name in wire.allowance(Allowance(0, 0), 0.0)),
+)
+"""Headers of responses for pages to read, besides the usual ones."""
+
+
+class CrossOrigin:
+    """Tells browsers to let pages of allowed origins send requests and read the answers.
+
+    Other requests pass through untouched, so browsers keep the answers from their pages.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Callable[[], Collection[str]]) -> None:
+        """`allowed` gives the origins, `*` for all; known only once the replica has its configuration."""
+        self._app = app
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        await self._handler(scope)(scope, receive, send)
+
+    def _handler(self, scope: Scope) -> ASGIApp:
+        allowed = self._allowed() if scope["type"] == "http" else ()
+        if not allowed or not is_allowed_origin(Headers(scope=scope).get("origin"), allowed):
+            return self._app
+        return CORSMiddleware(
+            self._app,
+            allow_origins=allowed,
+            allow_methods=METHODS,
+            allow_headers=["*"],
+            expose_headers=SHOWN_HEADERS,
+        )
