@@ -46,7 +46,7 @@ from raydix.actors.logs import log_to_ray, set_level
 from raydix.actors.manager.succession import Succession
 from raydix.actors.messages import STARTING_REPORT_S
 from raydix.actors.names import announce_manager, incarnation_name
-from raydix.actors.rpc import ActorClient, ManagerClient, find_manager
+from raydix.actors.rpc import ActorClient, ManagerClient, SuccessionClient, find_manager
 from raydix.actors.scaling import MAY_SHRINK, WANTED
 from raydix.configs.sections import CHECK_TIMEOUT_S, MANAGER, live_part
 from raydix.engine.core.errors import StartupError
@@ -282,12 +282,12 @@ class ActorHost:
     async def _start_manager(self, child: ActorClient, name: str) -> None:
         """Start a manager that takes over from the one announced last, if that lives; returns when everything is taken
         over. The host of the last one ends when this host has started (`max_surge_percent`)."""
-        successor = ManagerClient(child.handle)
+        successor = SuccessionClient(child.handle)
         predecessor, terms = await self._find_manager(), dict[str, object]()
         if predecessor is not None:
+            leaving = SuccessionClient(predecessor.handle)
             try:
-                prepared = predecessor.of_succession(Succession.prepare, [child.handle])
-                terms |= await answer(prepared, ASK_TIMEOUT_S)
+                terms |= await answer(leaving.of_succession(Succession.prepare, [child.handle]), ASK_TIMEOUT_S)
             except (RayError, TimeoutError, AttributeError) as error:  # dead, silent, or of older code
                 logger.info("no manager hands over (%s)", type(error).__name__)
 

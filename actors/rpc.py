@@ -151,6 +151,24 @@ class AdaptersClient:
         return _sent(self.handle.unload_adapter.remote(name))
 
 
+class SuccessionClient:
+    """What one manager leaves to the next (`raydix.actors.manager.succession`)."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle: Any = handle
+
+    def of_succession(
+        self, method: "Callable[Concatenate[Succession, P], Awaitable[T]]", *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[T]:
+        """Call a method of the hand-over from one manager to the next."""
+        return _sent(self.handle.of_succession.remote(method.__name__, *args, **kwargs))
+
+    def copies(self, segment_ids: Sequence[int]) -> "AsyncIterable[ObjectRef[Any]]":
+        """References to copies of the payloads of these segments, which belong to the caller; None for a segment that
+        is gone."""
+        return _streamed(self.handle.copies.remote(segment_ids))
+
+
 class ManagerClient(ActorClient):
     """One incarnation of the manager (`raydix.actors.manager.kv_cache_manager.KVCacheManager`)."""
 
@@ -198,17 +216,6 @@ class ManagerClient(ActorClient):
     ) -> Awaitable[T]:
         """Call a method of what the manager keeps of answers for later requests."""
         return _sent(self.handle.of_answers.remote(method.__name__, *args, **kwargs))
-
-    def of_succession(
-        self, method: "Callable[Concatenate[Succession, P], Awaitable[T]]", *args: P.args, **kwargs: P.kwargs
-    ) -> Awaitable[T]:
-        """Call a method of the hand-over from one manager to the next."""
-        return _sent(self.handle.of_succession.remote(method.__name__, *args, **kwargs))
-
-    def copies(self, segment_ids: Sequence[int]) -> "AsyncIterable[ObjectRef[Any]]":
-        """References to copies of the payloads of these segments, which belong to the caller; None for a segment that
-        is gone."""
-        return _streamed(self.handle.copies.remote(segment_ids))
 
     def admit(self, requests: Sequence[AdmitRequest]) -> Awaitable[list[Admission | Late | Paused | None]]:
         return _sent(self.handle.admit.remote(requests))

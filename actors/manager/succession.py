@@ -28,7 +28,7 @@ from raydix.actors.manager.client_memory import ClientMemory
 from raydix.actors.manager.disk_tier import DiskTier
 from raydix.actors.manager.executor import Executor
 from raydix.actors.messages import Memory, RetiredError
-from raydix.actors.rpc import Handle, ManagerClient, WorkerClient
+from raydix.actors.rpc import Handle, ManagerClient, SuccessionClient, WorkerClient
 from raydix.engine.background import Background
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.log_fields import about
@@ -48,7 +48,7 @@ SEGMENTS_S = 20.0
 class Succession:
     """The hand-over to this manager from its predecessor, and from this manager to its successor.
 
-    Others call the methods by `ManagerClient.of_succession`. Handles of managers come in lists, because Ray would take
+    Others call the methods by `SuccessionClient`. Handles of managers come in lists, because Ray would take
     a handle that is an argument by itself for a dependency of the call.
     """
 
@@ -148,7 +148,7 @@ class Succession:
     async def take_over(self, predecessors: Sequence[Handle], others: Terms) -> None:
         """Have the one manager with these terms retire, and take over what it has."""
         [predecessor] = predecessors
-        began, client = time.monotonic(), ManagerClient(predecessor)
+        began, client = time.monotonic(), SuccessionClient(predecessor)
         num_segments = 0
         try:
             for worker in await answer(client.of_succession(Succession.retire), ANSWER_S):
@@ -169,7 +169,7 @@ class Succession:
         extra = about("took_over", segments=num_segments, took_s=took_s, **self._memory.statistics())
         logger.info("took over %d segments in %.1f s", num_segments, took_s, extra=extra)
 
-    async def _take_segments(self, client: ManagerClient) -> int:
+    async def _take_segments(self, client: SuccessionClient) -> int:
         """Copy the predecessor's segments, the most valuable first; returns their number."""
         segments, now = self._directory.stock.segments, time.time()
         offers = await answer(client.of_succession(Succession.offers), ANSWER_S)
@@ -191,7 +191,7 @@ class Succession:
             self._directory.stock.segments.refresh(segment_id, time.time())
         return len(taken)
 
-    async def _take_batch(self, client: ManagerClient, batch: Sequence[Offer], taken: list[int]) -> None:
+    async def _take_batch(self, client: SuccessionClient, batch: Sequence[Offer], taken: list[int]) -> None:
         segment_ids = [offer.segment_id for offer in batch]
         stream = aiter(client.copies(segment_ids))
         for offer in batch:
