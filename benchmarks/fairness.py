@@ -23,7 +23,7 @@ from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.placement import CostModel
 from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.tenants import Tenant, Tenants, salt_of
-from raydix.engine.core.types import AdmitRequest, Assignment, CacheHints, Role, SamplingParams, Stage
+from raydix.engine.core.types import AdmitRequest, Assignment, CacheHints, Role, Sampling, Stage
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.core.worker.step import RunnerOutput, SampledToken, SchedulerOutput
@@ -138,7 +138,7 @@ class Simulation:
             Stage.WHOLE,
             arrival.token_ids,
             len(arrival.token_ids),
-            SamplingParams(arrival.num_output),
+            Sampling(arrival.num_output),
             "ingress",
             salt,
             cache=CacheHints(tenant="" if self._is_blind else arrival.tenant.name),

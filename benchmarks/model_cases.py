@@ -21,7 +21,7 @@ from benchmarks.kernel_cases import (
     relative_error,
 )
 from raydix.engine.core.hashing import BlockChain, root_hash
-from raydix.engine.core.types import Assignment, SamplingParams, Stage
+from raydix.engine.core.types import Assignment, Sampling, Stage
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.step import ScheduledChunk, SchedulerOutput
 from raydix.engine.model.config import ModelConfig
@@ -111,7 +111,7 @@ def prefills(num_tokens: int, chunk: int) -> list[ScheduledChunk]:
 
 def _request(index: int, num_tokens: int) -> Request:
     token_ids = tuple((7919 * (index + 1) * position) % VOCABULARY for position in range(num_tokens))
-    sampling = SamplingParams(max_tokens=1)
+    sampling = Sampling(max_tokens=1)
     assignment = Assignment(
         request_id=str(index),
         attempt=0,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raydix.engine.core.settings import EngineSettings, SchedulerLimits
-from raydix.engine.core.types import Assignment, SamplingParams, Stage
+from raydix.engine.core.types import Assignment, Sampling, Stage
 from raydix.engine.model.build import build_engine
 from raydix.engine.model.engine import Engine
 from raydix.engine.model.sources import DEFAULT_MODEL
@@ -17,10 +17,10 @@ def make_engine(source: str = DEFAULT_MODEL, *, token_budget: int = 512, max_req
     return build_engine(EngineSettings(source=source, limits=limits, **{**usual, **settings}))
 
 
-def whole(request_id: str, prompt: Sequence[int], sampling: SamplingParams | int) -> Assignment:
+def whole(request_id: str, prompt: Sequence[int], sampling: Sampling | int) -> Assignment:
     """A request that this engine computes alone. `sampling`: a number stands for so many greedy tokens."""
     if isinstance(sampling, int):
-        sampling = SamplingParams(max_tokens=sampling, temperature=0.0)
+        sampling = Sampling(max_tokens=sampling, temperature=0.0)
     return Assignment(
         request_id=request_id,
         attempt=0,

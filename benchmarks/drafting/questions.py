@@ -9,7 +9,7 @@ from raydix.engine.api.requests import parse_chat
 from raydix.engine.api.spec import GenerationSpec, sampling_params
 from raydix.engine.api.tools import with_calls
 from raydix.engine.core.ingress.parsers import HERMES
-from raydix.engine.core.types import Assignment, Salt, SamplingParams, Stage
+from raydix.engine.core.types import Assignment, Salt, Sampling, Stage
 from raydix.engine.model.chats import encode_chat, render_chat
 from raydix.engine.model.grammar_source import canonical
 from raydix.engine.model.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ class Question:
 
     workload: str
     prompt: tuple[int, ...]
-    sampling: SamplingParams
+    sampling: Sampling
     prediction: tuple[int, ...] = ()
 
     def assignment(self, request_id: str, client: bytes = b"") -> Assignment:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from raydix.engine.api.responses import TokenUsage
 from raydix.engine.api.spec import ChatMessage, CompactionUse, GenerationSpec, PromptMark
 from raydix.engine.core.answers.prompt_form import ChatEnd
-from raydix.engine.core.types import SamplingParams
+from raydix.engine.core.types import Sampling
 
 SUMMARY_TOKENS = 4096
 """Most tokens of a summary."""
@@ -77,7 +77,7 @@ def asking(spec: GenerationSpec, use: CompactionUse, *, leaves_question: bool = 
         messages=tuple(messages),
         tools=tools,
         chat_end=ChatEnd.ANSWER,
-        sampling=SamplingParams(max_tokens=0, temperature=spec.sampling.temperature, top_p=spec.sampling.top_p),
+        sampling=Sampling(max_tokens=0, temperature=spec.sampling.temperature, top_p=spec.sampling.top_p),
         grammar_param=None,
         max_tokens=SUMMARY_TOKENS,
         is_capped=True,

@@ -31,7 +31,7 @@ from raydix.engine.api.spec import (
 from raydix.engine.api.validation import INTEGRAL, StrictModel, describe, name_all, problem
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
 from raydix.engine.core.objectives import Objectives
-from raydix.engine.core.types import Grammar, SamplingParams
+from raydix.engine.core.types import Grammar, Sampling
 
 T = TypeVar("T")
 
@@ -306,7 +306,7 @@ class SamplingFields(FormatFields, PromptFields):
             return_token_ids=bool(self.return_token_ids),
         )
 
-    def sampling(self, logprobs: int | None, grammar: Grammar | None = None) -> SamplingParams:
+    def sampling(self, logprobs: int | None, grammar: Grammar | None = None) -> Sampling:
         """Return the sampling parameters as asked for, with `logprobs` as the route understands that field and the
         grammar of `constraint`."""
         return replace(

@@ -1,6 +1,6 @@
 """`GenerationSpec`: one request after validation, the same over HTTP and through the Python handle.
 
-Its `SamplingParams` are as the client asked for. Values that depend on the model (context length, vocabulary,
+Its `Sampling` are as the client asked for. Values that depend on the model (context length, vocabulary,
 end-of-sequence ids) or on the choice are settled by `sampling_params`, which the ingress calls once per choice after
 tokenizing.
 """
@@ -14,7 +14,7 @@ from raydix.engine.api.validation import name_all
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatEnd, ChatTemplate
 from raydix.engine.core.errors import ContextLengthError, RequestError
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
-from raydix.engine.core.types import SamplingParams
+from raydix.engine.core.types import Sampling
 
 Prompt: TypeAlias = str | tuple[int, ...]
 Api: TypeAlias = Literal["openai", "messages", "responses"]
@@ -272,7 +272,7 @@ class RetentionSpec:
     """Each answer gets a reference by which a later chat can go on from its token ids."""
 
 
-DEFAULT_SAMPLING = SamplingParams(max_tokens=0)
+DEFAULT_SAMPLING = Sampling(max_tokens=0)
 """Sampling parameters of a request without sampling fields; limit and seed are settled by `sampling_params`."""
 
 
@@ -306,7 +306,7 @@ class GenerationSpec:
     best_of: int | None = None
     """Samples per prompt, of which the `n` with the highest mean log-probability are the choices; None for `n`."""
 
-    sampling: SamplingParams = DEFAULT_SAMPLING
+    sampling: Sampling = DEFAULT_SAMPLING
     """Parameters as asked for, except limit and seed: these depend on the model and the choice (`sampling_params`)."""
     grammar_param: str | None = None
     """Name of the request's field with the grammar of `sampling`, for error messages."""
@@ -406,7 +406,7 @@ def sampling_params(
     vocab_size: int,
     default_seed: int,
     choice: int = 0,
-) -> SamplingParams:
+) -> Sampling:
     """Return the sampling parameters of one choice of `spec`.
 
     `prompt_len` and `max_model_len` are in tokens; `choice` is the choice's index in the response (prompt by prompt,
@@ -435,7 +435,7 @@ def sampling_params(
     )
 
 
-def _require_ids(asked: SamplingParams, vocab_size: int, labels_param: str) -> None:
+def _require_ids(asked: Sampling, vocab_size: int, labels_param: str) -> None:
     """Raise RequestError for ids outside the vocabulary. `labels_param`: the field with `logprob_token_ids`."""
     require_token_ids(asked.stop_token_ids, vocab_size, "stop_token_ids")
     require_token_ids([token for token, _ in asked.logit_bias], vocab_size, "logit_bias")
@@ -468,7 +468,7 @@ def _require_possible(spec: GenerationSpec, max_tokens: int, vocab_size: int, st
 
 
 def _num_logprobs(spec: GenerationSpec, vocab_size: int) -> int | None:
-    """Number of alternatives to report for each token, as `SamplingParams.logprobs`; samples are compared by their
+    """Number of alternatives to report for each token, as `Sampling.logprobs`; samples are compared by their
     tokens' log-probabilities."""
     if spec.all_logprobs:
         return vocab_size

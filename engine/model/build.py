@@ -10,7 +10,7 @@ import torch
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
-from raydix.engine.core.types import SamplingParams
+from raydix.engine.core.types import Sampling
 from raydix.engine.core.worker.block_pool import pool_of
 from raydix.engine.core.worker.drafts.budget import MAX_TOKENS as MAX_DRAFT_TOKENS
 from raydix.engine.core.worker.drafts.drafter import Drafter
@@ -201,7 +201,7 @@ def run_largest_step(decoder: Decoder, settings: EngineSettings) -> int:
     block_size = settings.block_size
     num_tokens = min(settings.limits.token_budget, decoder.max_position)
     pool = make_pool(decoder.config, -(-num_tokens // block_size), block_size, decoder.dtype, decoder.device)
-    ModelRunner(decoder, pool).run(made_up_step([num_tokens], block_size, SamplingParams(max_tokens=1, logprobs=1)))
+    ModelRunner(decoder, pool).run(made_up_step([num_tokens], block_size, Sampling(max_tokens=1, logprobs=1)))
     return pool.num_blocks * pool.block_bytes
 
 

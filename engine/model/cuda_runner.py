@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from raydix.engine.core.types import SamplingParams
+from raydix.engine.core.types import Sampling
 from raydix.engine.core.worker.step import RunnerOutput, ScheduledChunk, SchedulerOutput
 from raydix.engine.model.adapter_store import AdapterStore
 from raydix.engine.model.cuda import Graphs
@@ -40,7 +40,7 @@ CHUNK = 128
 """Tokens of the shortest chunk for which kernels are chosen by the number of tokens."""
 SHORT = 32
 """Tokens of a chunk that attention counts among those of many queries, though they are few."""
-EVERYTHING = SamplingParams(
+EVERYTHING = Sampling(
     max_tokens=1, top_k=1, presence_penalty=1.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
 )
 """Launches every kernel of sampling. Without a top-k, top-p or min-p the drawing kernel is another variant."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raydix.engine.core.hashing import BlockChain, root_hash
-from raydix.engine.core.types import Assignment, Pooling, SamplingParams, Stage, TokenLogprobs
+from raydix.engine.core.types import Assignment, Pooling, Sampling, Stage, TokenLogprobs
 from raydix.engine.core.worker.drafts.rows import rows_of, sampled_by_request
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.step import RunnerOutput, SampledToken, ScheduledChunk, SchedulerOutput
@@ -24,7 +24,7 @@ from raydix.engine.model.lora import LoraRows
 from raydix.engine.model.sampler import sample_requests, score_tokens
 from raydix.engine.model.sizes import SCORED_ROWS
 
-PLAIN = SamplingParams(max_tokens=1)
+PLAIN = Sampling(max_tokens=1)
 """The wishes of a request that has none."""
 
 
@@ -163,14 +163,14 @@ class NullRunner:
 
 
 def made_up_step(
-    lengths: Sequence[int], block_size: int, sampling: SamplingParams = PLAIN, start: int = 0
+    lengths: Sequence[int], block_size: int, sampling: Sampling = PLAIN, start: int = 0
 ) -> SchedulerOutput:
     """Make a step of made-up requests: of each a chunk of so many tokens from position `start` on, of which nothing is
     stored, and whose end is sampled as `sampling` says."""
     return SchedulerOutput(tuple(_made_up(length, block_size, sampling, start) for length in lengths), ())
 
 
-def _made_up(length: int, block_size: int, sampling: SamplingParams, start: int) -> ScheduledChunk:
+def _made_up(length: int, block_size: int, sampling: Sampling, start: int) -> ScheduledChunk:
     end = start + length
     assignment = Assignment(
         request_id="made up",

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from raydix.engine.core.types import SamplingParams, TokenLogprobs
+from raydix.engine.core.types import Sampling, TokenLogprobs
 from raydix.engine.core.worker.drafts.rows import Row
 from raydix.engine.core.worker.step import SampledToken
 from raydix.engine.model.cuda import download, upload
@@ -88,7 +88,7 @@ def _sample(logits: torch.Tensor, requests: Sequence[Row], masks: StepMasks | No
     ]
 
 
-def _num_top(params: SamplingParams) -> int | None:
+def _num_top(params: Sampling) -> int | None:
     """Number of likeliest tokens that the kernel is to rank; `_listed` makes longer lists, and chosen ones."""
     if params.logprobs is None:
         return None
@@ -171,7 +171,7 @@ def _mask(requests: Sequence[Row], masks: StepMasks | None, size: int, device: t
     return TokenMask(upload(rows, torch.int32, device), upload(np.stack(bits), torch.int32, device))
 
 
-def _penalises(params: SamplingParams) -> bool:
+def _penalises(params: Sampling) -> bool:
     return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from raydix.engine.core.settings import EngineSettings, SchedulerLimits
 from raydix.engine.core.tenants import salt_of
-from raydix.engine.core.types import Adapter, Assignment, SamplingParams, Stage
+from raydix.engine.core.types import Adapter, Assignment, Sampling, Stage
 from raydix.engine.model.adapters import identify_adapter
 from raydix.engine.model.build import build_engine
 from raydix.engine.model.sources import DEFAULT_MODEL, read_description
@@ -25,7 +25,7 @@ def logprobs_of_an_engine(adapters: list[Adapter]) -> dict[str, list[float]]:
     folders = tuple((adapter.name, adapter.folder) for adapter in adapters)
     limits = SchedulerLimits(512, 8)
     engine = build_engine(EngineSettings(DEFAULT_MODEL, "bfloat16", "cpu", 2048, 16, 200, 0, limits, adapters=folders))
-    sampling, values = SamplingParams(ANSWER_TOKENS, temperature=0.0, logprobs=0), {}
+    sampling, values = Sampling(ANSWER_TOKENS, temperature=0.0, logprobs=0), {}
     for adapter in (None, *adapters):
         name, digest = (MODEL, b"") if adapter is None else (adapter.name, adapter.digest)
         salt = salt_of("tenant", None, adapter=digest)

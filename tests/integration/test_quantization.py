@@ -3,7 +3,7 @@
 import time
 
 from raydix.engine.core.settings import EngineSettings, Quantization, SchedulerLimits
-from raydix.engine.core.types import Assignment, SamplingParams, Stage
+from raydix.engine.core.types import Assignment, Sampling, Stage
 from raydix.engine.model.build import build_engine
 from raydix.engine.model.sources import DEFAULT_MODEL
 from tests.integration.cluster import Cluster
@@ -17,7 +17,7 @@ def logprobs_of_an_engine(quantization: Quantization | None) -> list[float]:
         DEFAULT_MODEL, "bfloat16", "cpu", 2048, 16, 200, 0, SchedulerLimits(512, 8), quantization=quantization
     )
     engine = build_engine(settings)
-    sampling = SamplingParams(ANSWER_TOKENS, temperature=0.0, logprobs=0)
+    sampling = Sampling(ANSWER_TOKENS, temperature=0.0, logprobs=0)
     engine.submit(Assignment("r", 0, Stage.WHOLE, tuple(PROMPT), len(PROMPT), sampling, ""), time.monotonic())
     values: list[float] = []
     while (step := engine.step(time.monotonic())) is not None:

@@ -9,7 +9,7 @@ import torch
 
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.settings import DraftLimits, SchedulerLimits
-from raydix.engine.core.types import Assignment, DraftSource, SamplingParams, Stage
+from raydix.engine.core.types import Assignment, DraftSource, Sampling, Stage
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.drafts.drafter import Drafter
@@ -67,7 +67,7 @@ def assignments() -> list[Assignment]:
             Stage.WHOLE,
             tuple(generator.randrange(96) for _ in range(length)),
             length,
-            SamplingParams(max_tokens=6, temperature=temperature, seed=1, logprobs=2),
+            Sampling(max_tokens=6, temperature=temperature, seed=1, logprobs=2),
             "ingress",
         )
         for name, (length, temperature) in prompts.items()

@@ -12,7 +12,7 @@ import torch
 
 import raydix.engine.model.sampler
 from raydix.engine.core.settings import DraftLimits, SchedulerLimits
-from raydix.engine.core.types import Assignment, SamplingParams, Stage
+from raydix.engine.core.types import Assignment, Sampling, Stage
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.model.build import make_pool
@@ -99,7 +99,7 @@ def test_traffic_takes_no_kernel_that_the_start_did_not_take(
         launches.clear()
         for number in range(crowd):
             prompt = tuple(chance.randrange(512) for _ in range(chance.choice(LENGTHS)))
-            sampling = SamplingParams(max_tokens=chance.choice((1, 3, 9)), seed=number, **chance.choice(WISHES))
+            sampling = Sampling(max_tokens=chance.choice((1, 3, 9)), seed=number, **chance.choice(WISHES))
             engine.submit(
                 Assignment(f"{crowd}-{number}", 0, Stage.WHOLE, prompt, len(prompt), sampling, "ingress"), 0.0
             )

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from raydix.engine.core.settings import SchedulerLimits
-from raydix.engine.core.types import Assignment, FinishReason, Grammar, SamplingParams, Stage, TokenEvent
+from raydix.engine.core.types import Assignment, FinishReason, Grammar, Sampling, Stage, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.core.worker.drafts.rows import Row, rows_of, sampled_by_request
@@ -67,7 +67,7 @@ def make_engine(
 
 def assignment(name: str, grammar: Grammar | None, **changes: object) -> Assignment:
     """A request at temperature 1."""
-    params = SamplingParams(max_tokens=400, seed=sum(name.encode()), stop_token_ids=(2,), grammar=grammar)
+    params = Sampling(max_tokens=400, seed=sum(name.encode()), stop_token_ids=(2,), grammar=grammar)
     return Assignment(name, 0, Stage.WHOLE, PROMPT, len(PROMPT), replace(params, **changes), "ingress")  # type: ignore[arg-type]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import SchedulerLimits
-from raydix.engine.core.types import Assignment, SamplingParams, Stage, TokenLogprobs
+from raydix.engine.core.types import Assignment, Sampling, Stage, TokenLogprobs
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.model.config import ModelConfig
 from raydix.engine.model.decoder import Decoder
@@ -61,7 +61,7 @@ def test_prompt_logprobs(ours: Decoder, theirs: torch.nn.Module) -> None:
     store = KVPool(ours.config, 64, BLOCK_SIZE, torch.float32)
     limits = SchedulerLimits(token_budget=150, max_requests=8)
     engine = Engine(ModelRunner(ours, store), store, BlockPool(64, BLOCK_SIZE), limits, 1024, "model")
-    sampling = SamplingParams(max_tokens=0, prompt_logprobs=5)
+    sampling = Sampling(max_tokens=0, prompt_logprobs=5)
     engine.submit(Assignment("r", 0, Stage.WHOLE, tuple(token_ids), len(token_ids), sampling, "ingress"), 0.0)
     scores: list[TokenLogprobs] = []
     while (step := engine.step(0.0)) is not None:
@@ -87,7 +87,7 @@ def test_greedy_tokens(ours: Decoder, theirs: torch.nn.Module) -> None:
     limits = SchedulerLimits(token_budget=64, max_requests=20)
     engine = Engine(ModelRunner(ours, store), store, BlockPool(400, BLOCK_SIZE), limits, MAX_LEN, "model")
     for index, token_ids in enumerate(prompts):
-        sampling = SamplingParams(max_tokens=32, temperature=0.0)
+        sampling = Sampling(max_tokens=32, temperature=0.0)
         engine.submit(
             Assignment(str(index), 0, Stage.WHOLE, tuple(token_ids), len(token_ids), sampling, "ingress"), 0.0
         )

@@ -11,7 +11,7 @@ import torch
 
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.settings import DraftLimits, SchedulerLimits
-from raydix.engine.core.types import Assignment, DraftSource, SamplingParams, Stage, TokenEvent
+from raydix.engine.core.types import Assignment, DraftSource, Sampling, Stage, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.drafts.drafter import Drafter
@@ -59,7 +59,7 @@ def assignments() -> Iterator[Assignment]:
     """Short and long, greedy and sampled, with and without penalties, bias, log-probabilities and scores."""
     generator = random.Random(0)
     for index, length in enumerate((1, 15, 16, 17, 40, 300, 1100)):
-        sampling = SamplingParams(
+        sampling = Sampling(
             max_tokens=24 + index,
             temperature=float(index % 2),
             top_p=0.9 if index % 3 else 1.0,

@@ -13,7 +13,7 @@ from raydix.engine.core.answers.continuations import packed
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.memory.answer_store import AnswerStore
 from raydix.engine.core.settings import DraftLimits, SchedulerLimits
-from raydix.engine.core.types import Assignment, DraftSource, Salt, SamplingParams, Stage, TokenEvent, TokenLogprobs
+from raydix.engine.core.types import Assignment, DraftSource, Salt, Sampling, Stage, TokenEvent, TokenLogprobs
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.drafts.drafter import Drafter
@@ -42,9 +42,9 @@ PROMPTS = {
     "block": PASSAGE[:16],
 }
 PARAMS = {
-    "greedy": SamplingParams(NUM_TOKENS, temperature=0.0, logprobs=3),
-    "sampled": SamplingParams(NUM_TOKENS, temperature=0.9, seed=3, logprobs=0, top_p=0.9, top_k=40),
-    "penalties": SamplingParams(
+    "greedy": Sampling(NUM_TOKENS, temperature=0.0, logprobs=3),
+    "sampled": Sampling(NUM_TOKENS, temperature=0.9, seed=3, logprobs=0, top_p=0.9, top_k=40),
+    "penalties": Sampling(
         NUM_TOKENS,
         temperature=0.5,
         seed=9,
@@ -53,7 +53,7 @@ PARAMS = {
         frequency_penalty=0.7,
         repetition_penalty=1.2,
     ),
-    "bounds": SamplingParams(
+    "bounds": Sampling(
         NUM_TOKENS,
         temperature=0.7,
         seed=4,

@@ -11,7 +11,7 @@ import torch
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import Quantization, SchedulerLimits
-from raydix.engine.core.types import Assignment, SamplingParams, Stage, TokenEvent
+from raydix.engine.core.types import Assignment, Sampling, Stage, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.model.build import make_pool, make_runner
 from raydix.engine.model.decoder import Decoder
@@ -52,9 +52,7 @@ def make_engine(
 
 def assignment(name: str, prompt: Sequence[int], num_tokens: int = 24, seed: int | None = None) -> Assignment:
     """Greedy without a seed, sampled at temperature 1 with one."""
-    sampling = SamplingParams(
-        max_tokens=num_tokens, temperature=0.0 if seed is None else 1.0, seed=seed or 0, logprobs=4
-    )
+    sampling = Sampling(max_tokens=num_tokens, temperature=0.0 if seed is None else 1.0, seed=seed or 0, logprobs=4)
     return Assignment(name, 0, Stage.WHOLE, tuple(prompt), len(prompt), sampling, "ingress")
 
 

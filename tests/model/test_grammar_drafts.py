@@ -12,10 +12,10 @@ from raydix.engine.core.answers.lead import Lead
 from raydix.engine.core.ingress.parsers import HERMES
 from raydix.engine.core.ingress.parsers.forms import CallGrammar
 from raydix.engine.core.settings import DraftLimits
-from raydix.engine.core.types import Assignment, DraftSource, Grammar, GrammarKind, SamplingParams, Stage, TokenEvent
+from raydix.engine.core.types import Assignment, DraftSource, Grammar, GrammarKind, Sampling, Stage, TokenEvent
 from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.drafts.drafter import Drafter
-from raydix.engine.core.worker.drafts.form_guesser import Choices, FormGuesser
+from raydix.engine.core.worker.drafts.form_guesser import FormGuesser, LearntChoices
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.model.build import make_grammars
@@ -89,7 +89,7 @@ def requests() -> list[Assignment]:
             Stage.WHOLE,
             prompt(),
             len(prompt()),
-            SamplingParams(NUM_TOKENS, grammar=grammar, **changes),  # type: ignore[arg-type]
+            Sampling(NUM_TOKENS, grammar=grammar, **changes),  # type: ignore[arg-type]
             "ingress",
         )
         for form, grammar in forms.items()
@@ -184,7 +184,7 @@ def test_choices_of_real_tokens_are_learnt(monkeypatch: pytest.MonkeyPatch) -> N
         "required": ["paid", "state", "late"],
         "additionalProperties": False,
     }
-    guesser = FormGuesser(grammars(), Choices())
+    guesser = FormGuesser(grammars(), LearntChoices())
     for is_flexible in (False, True):
         form = schema_grammar(schema, whitespace_flexible=is_flexible)
         grammars().compile(form)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raydix.engine.core.settings import SchedulerLimits
-from raydix.engine.core.types import Assignment, Pooling, SamplingParams, Stage
+from raydix.engine.core.types import Assignment, Pooling, Sampling, Stage
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.engine import Engine
@@ -40,7 +40,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def pooling(token_ids: Sequence[int], kind: Pooling = Pooling.MEAN, name: str = "r") -> Assignment:
-    sampling = SamplingParams(max_tokens=0, pooling=kind)
+    sampling = Sampling(max_tokens=0, pooling=kind)
     return Assignment(name, 0, Stage.WHOLE, tuple(token_ids), len(token_ids), sampling, "ingress")
 
 
@@ -105,7 +105,7 @@ def test_with_cached_blocks_and_with_pooled_ones(decoder: Decoder, kind: Pooling
     for length in LENGTHS:
         engine = make_engine(decoder)
         pooled = pooling(prompt(length, length), kind)
-        states_of(engine, replace(pooled, sampling=SamplingParams(1)))
+        states_of(engine, replace(pooled, sampling=Sampling(1)))
         assert states_of(engine, pooled)["r"] == cold[length], "its KV was cached"
         assert states_of(engine, pooled)["r"] == cold[length], "its sums were kept, too"
         engine.pool.reset()
@@ -131,7 +131,7 @@ def test_among_others(decoder: Decoder, kind: Pooling, cold: dict[int, State]) -
         for index in range(8)
         for each in Pooling
     ]
-    scored = replace(pooling(prompt(1, 90), name="scored"), sampling=SamplingParams(0, prompt_logprobs=2))
+    scored = replace(pooling(prompt(1, 90), name="scored"), sampling=Sampling(0, prompt_logprobs=2))
     answered = [assignment(f"answered {index}", prompt(50 + index, 20)) for index in range(4)]
     together = states_of(engine, *others[:8], *answered, *ours, scored, *others[8:])
     assert {length: together[f"ours {length}"] for length in LENGTHS} == cold

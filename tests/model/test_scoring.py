@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from raydix.engine.core.types import Assignment, SamplingParams, Stage, TokenLogprobs
+from raydix.engine.core.types import Assignment, Sampling, Stage, TokenLogprobs
 from raydix.engine.model import runner
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.engine import Engine, StepResult
@@ -18,7 +18,7 @@ Scores = list[TokenLogprobs]
 
 
 def scoring(token_ids: Sequence[int], name: str = "r", max_tokens: int = 0, num_top: int = 3) -> Assignment:
-    sampling = SamplingParams(max_tokens, temperature=0.0, logprobs=num_top, prompt_logprobs=num_top)
+    sampling = Sampling(max_tokens, temperature=0.0, logprobs=num_top, prompt_logprobs=num_top)
     return Assignment(name, 0, Stage.WHOLE, tuple(token_ids), len(token_ids), sampling, "ingress")
 
 
@@ -78,7 +78,7 @@ def test_with_cached_blocks_and_with_scored_ones(decoder: Decoder, cold: dict[in
     for length in LENGTHS:
         engine = make_engine(decoder)
         plain = scoring(prompt(length, length), max_tokens=1)
-        score(engine, replace(plain, sampling=SamplingParams(1)))
+        score(engine, replace(plain, sampling=Sampling(1)))
         assert score(engine, plain)["r"] == cold[length], "its KV was cached"
         assert score(engine, plain)["r"] == cold[length], "its scores were kept"
         engine.pool.reset()

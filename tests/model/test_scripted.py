@@ -8,7 +8,7 @@ import pytest
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import EngineSettings, SchedulerLimits
-from raydix.engine.core.types import Assignment, Grammar, GrammarKind, SamplingParams, Stage, TokenEvent
+from raydix.engine.core.types import Assignment, Grammar, GrammarKind, Sampling, Stage, TokenEvent
 from raydix.engine.model.build import build_engine
 from raydix.engine.model.engine import Engine
 from raydix.engine.model.scripted import SCRIPT, Script, ScriptLine, read_script
@@ -88,7 +88,7 @@ def ask(engine: Engine, folder: Path) -> Ask:
         return text, events[0].cached_tokens, events[-1].detail
 
     def ask(*prompts: str, grammar: Grammar | None = None) -> list[Answer]:
-        params = SamplingParams(max_tokens=64, grammar=grammar, stop_token_ids=tuple(tokenizer.eos_token_ids))
+        params = Sampling(max_tokens=64, grammar=grammar, stop_token_ids=tuple(tokenizer.eos_token_ids))
         requests = []
         for prompt in prompts:
             ids = tuple(tokenizer.encode(prompt))

@@ -26,7 +26,7 @@ from raydix.engine.core.types import (
     Grammar,
     GrammarKind,
     PromptEvent,
-    SamplingParams,
+    Sampling,
     Stage,
     TokenEvent,
     TokenLogprobs,
@@ -113,7 +113,7 @@ def settings(folder: Path, drafts: DraftLimits | None = None) -> EngineSettings:
 
 
 def request(name: str, token_ids: Sequence[int], **changes: Any) -> Assignment:
-    params = replace(SamplingParams(max_tokens=40, temperature=1.5, seed=sum(name.encode())), **changes)
+    params = replace(Sampling(max_tokens=40, temperature=1.5, seed=sum(name.encode())), **changes)
     return Assignment(name, 0, Stage.WHOLE, tuple(token_ids), len(token_ids), params, "ingress")
 
 

@@ -24,7 +24,7 @@ from raydix.engine.core.types import (
     Pooling,
     PromptEvent,
     Salt,
-    SamplingParams,
+    Sampling,
     SegmentHeader,
     Stage,
     TokenEvent,
@@ -89,7 +89,7 @@ def pooled_of(assignment: Assignment, chain: BlockChain) -> bytes | None:
 
 
 def expected_answer(
-    chain: BlockChain, prompt: Sequence[int], sampling: SamplingParams, max_model_len: int
+    chain: BlockChain, prompt: Sequence[int], sampling: Sampling, max_model_len: int
 ) -> tuple[list[int], FinishReason]:
     """All tokens that a prompt must be answered with, and why the answer ends there."""
     token_ids = list(prompt)
@@ -241,7 +241,7 @@ def make_assignment(
         stage,
         (*prompt, *generated),
         len(prompt),
-        SamplingParams(
+        Sampling(
             max_tokens,
             stop_token_ids=tuple(stop),
             min_tokens=min_tokens,

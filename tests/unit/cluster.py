@@ -38,7 +38,7 @@ from raydix.engine.core.types import (
     Membership,
     Role,
     Salt,
-    SamplingParams,
+    Sampling,
     StreamEvent,
     WorkerInfo,
 )
@@ -167,7 +167,7 @@ class Cluster:
     def request(self, prompts: Mapping[str, Sequence[int]], max_tokens: int = 3) -> None:
         """New requests, which arrive in one turn of the ingress's event loop."""
         for request_id, prompt in prompts.items():
-            sampling = SamplingParams(max_tokens)
+            sampling = Sampling(max_tokens)
             generation = Generation(request_id, tuple(prompt), sampling, Salt(), CacheHints())
             self.active[request_id] = generation
             self._obey_all(self.dispatch.begin(generation, self.now))

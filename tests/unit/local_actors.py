@@ -26,7 +26,7 @@ from raydix.engine.core.ingress.cluster_view import ModelFacts, Timeouts
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.manager.placement import CostModel
 from raydix.engine.core.settings import EngineSettings, SchedulerLimits
-from raydix.engine.core.types import CacheHints, Role, Salt, SamplingParams
+from raydix.engine.core.types import CacheHints, Role, Salt, Sampling
 from raydix.engine.core.worker.block_pool import pool_of
 from raydix.engine.model.engine import Engine
 from raydix.engine.model.swap_space import SwapSpace
@@ -232,6 +232,6 @@ def make_dispatcher(
 
 async def answer_of(dispatcher: Dispatcher, request_id: str, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     """All tokens of one request."""
-    generation = Generation(request_id, prompt, SamplingParams(max_tokens), Salt(), CacheHints())
+    generation = Generation(request_id, prompt, Sampling(max_tokens), Salt(), CacheHints())
     tokens = [event.token_id async for events in dispatcher.generate(generation) for event in events]
     return [token for token in tokens if token is not None]

@@ -6,7 +6,7 @@ import torch
 
 from raydix.engine.core.hashing import BlockChain, root_hash
 from raydix.engine.core.tenants import salt_of
-from raydix.engine.core.types import Adapter, Assignment, SamplingParams, Stage
+from raydix.engine.core.types import Adapter, Assignment, Sampling, Stage
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.step import ScheduledChunk
 from raydix.engine.model.runner import have_adapters, lora_rows
@@ -19,7 +19,7 @@ def chunk(
     adapter: Adapter | None, start: int, num_tokens: int, *, num_plain: int = 0, samples: bool = False, **more: Any
 ) -> ScheduledChunk:
     salt = salt_of("t", None, adapter=b"" if adapter is None else adapter.digest, num_plain_tokens=num_plain)
-    assignment = Assignment("r", 0, Stage.WHOLE, (1,) * 20, 20, SamplingParams(4), "", salt=salt, adapter=adapter)
+    assignment = Assignment("r", 0, Stage.WHOLE, (1,) * 20, 20, Sampling(4), "", salt=salt, adapter=adapter)
     request = Request(assignment, BlockChain(root_hash("m"), salt, 4), 0)
     return ScheduledChunk(request, start, num_tokens, start, samples=samples, **more)
 

@@ -8,15 +8,15 @@ import pytest
 
 from raydix.engine.api.spec import DEFAULT_SAMPLING, FormSpec, GenerationSpec, require_token_ids, sampling_params
 from raydix.engine.core.errors import ContextLengthError, RequestError
-from raydix.engine.core.types import SamplingParams
+from raydix.engine.core.types import Sampling
 
 
-def params(spec: GenerationSpec, **changes: Any) -> SamplingParams:
+def params(spec: GenerationSpec, **changes: Any) -> Sampling:
     given = {"prompt_len": 10, "max_model_len": 100, "eos_token_ids": {2, 0}, "vocab_size": 1000, "default_seed": 7}
     return sampling_params(spec, **{**given, **changes})
 
 
-def asked(**fields: Any) -> SamplingParams:
+def asked(**fields: Any) -> Sampling:
     return replace(DEFAULT_SAMPLING, **fields)
 
 
@@ -46,7 +46,7 @@ def test_fields_arrive() -> None:
             logprobs=4,
         ),
     )
-    assert params(spec) == SamplingParams(
+    assert params(spec) == Sampling(
         max_tokens=5,
         temperature=0.5,
         top_p=0.9,

@@ -9,7 +9,7 @@ from benchmarks.drafting.questions import Question
 from benchmarks.drafting.speed import MODES, Speed, counts_now
 from benchmarks.drafting.statistics import compared, since
 from raydix.engine.core.settings import SchedulerLimits
-from raydix.engine.core.types import DraftSource, SamplingParams
+from raydix.engine.core.types import DraftSource, Sampling
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.core.worker.step import RunnerOutput, SchedulerOutput
@@ -59,7 +59,7 @@ class SmallWorkshop(Workshop):
 
 
 def questions() -> list[Question]:
-    sampling = SamplingParams(20)
+    sampling = Sampling(20)
     return [Question("edits", prompt, sampling) for prompt in PROMPTS]
 
 

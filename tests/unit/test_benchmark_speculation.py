@@ -10,10 +10,10 @@ from benchmarks.drafting.speed import clients_of
 from benchmarks.drafting.statistics import AnsweredWorkload, compared, since, speed_table, spread
 from benchmarks.drafting.workloads import WORKLOADS, chosen, encoded, load
 from raydix.engine.api.requests import parse_chat
-from raydix.engine.core.types import DraftSource, SamplingParams
+from raydix.engine.core.types import DraftSource, Sampling
 from raydix.engine.core.worker.drafts.draft import DraftCounts
 
-QUESTIONS = [Question("chats", (1, 2, number), SamplingParams(8, seed=5)) for number in range(3)]
+QUESTIONS = [Question("chats", (1, 2, number), Sampling(8, seed=5)) for number in range(3)]
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

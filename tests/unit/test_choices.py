@@ -11,7 +11,7 @@ from raydix.engine.core.settings import DraftLimits
 from raydix.engine.core.types import DraftSource, Grammar, GrammarKind, Salt
 from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.drafts.drafter import Drafter
-from raydix.engine.core.worker.drafts.form_guesser import MAX_COUNT, MAX_PLACES, Choices, FormGuesser
+from raydix.engine.core.worker.drafts.form_guesser import MAX_COUNT, MAX_PLACES, FormGuesser, LearntChoices
 from raydix.engine.core.worker.drafts.forms import Choose, FormToken, LikelyToken
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
@@ -40,7 +40,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_token_taken_most_often_is_the_likeliest() -> None:
-    choices = Choices()
+    choices = LearntChoices()
     assert choices.likeliest(A, b"place") is None
     for token_id in (7, 5, 5, 7, 5):
         choices.took(A, b"place", token_id)
@@ -51,7 +51,7 @@ def test_the_token_taken_most_often_is_the_likeliest() -> None:
 
 
 def test_later_answers_count_more() -> None:
-    choices = Choices()
+    choices = LearntChoices()
     for _ in range(10 * MAX_COUNT):
         choices.took(A, b"place", 5)
     choice = choices.likeliest(A, b"place")
@@ -63,7 +63,7 @@ def test_later_answers_count_more() -> None:
 
 
 def test_a_place_has_few_counts() -> None:
-    choices = Choices()
+    choices = LearntChoices()
     for token_id in range(10 * MAX_COUNT):
         choices.took(A, b"place", token_id)
         choice = choices.likeliest(A, b"place")
@@ -72,7 +72,7 @@ def test_a_place_has_few_counts() -> None:
 
 
 def test_the_place_used_longest_ago_is_forgotten() -> None:
-    choices, names = Choices(), [b"%d" % number for number in range(MAX_PLACES)]
+    choices, names = LearntChoices(), [b"%d" % number for number in range(MAX_PLACES)]
     for name in names:
         choices.took(A, name, 9)
     assert choices.likeliest(A, names[0]) is not None
@@ -89,7 +89,7 @@ def test_the_place_used_longest_ago_is_forgotten() -> None:
 def test_an_answer_teaches_up_to_its_first_difference(
     came: tuple[int, ...], first: int | None, second: int | None
 ) -> None:
-    choices = Choices()
+    choices = LearntChoices()
     choices.learn(A, [FormToken(1, 0.5, b"first"), FormToken(2, 0.4, b"second"), FormToken(3, 0.4)], came)
     found = [choices.likeliest(A, place) for place in (b"first", b"second")]
     assert [None if each is None else each.token_id for each in found] == [first, second]
@@ -287,7 +287,7 @@ def answer_by(guesser: FormGuesser, salt: bytes, answer: str, **changes: object)
 
 @pytest.mark.usefixtures("unhurried")
 def test_a_salt_learns_from_its_own_answers_alone() -> None:
-    guesser = FormGuesser(compiled(STATES), Choices())
+    guesser = FormGuesser(compiled(STATES), LearntChoices())
     assert answer_by(guesser, A, "off sale")[:3] == ["", "", "f sale"]
     assert answer_by(guesser, B, "on sale")[:3] == ["", "", " sale"]
     assert answer_by(guesser, A, "off sale")[0] == "off sale"
@@ -298,7 +298,7 @@ def test_a_salt_learns_from_its_own_answers_alone() -> None:
 
 @pytest.mark.usefixtures("unhurried")
 def test_each_token_is_counted_once() -> None:
-    choices = Choices()
+    choices = LearntChoices()
     guesser = FormGuesser(compiled(STATES), choices)
     for answer, total in (("off sale", 3), ("on sale now", 6), ("in sale", 8)):
         answer_by(guesser, A, answer)
@@ -308,7 +308,7 @@ def test_each_token_is_counted_once() -> None:
 @pytest.mark.usefixtures("unhurried")
 def test_the_end_of_an_answer_is_a_choice_too() -> None:
     """The last token is learnt when the answer has ended."""
-    choices = Choices()
+    choices = LearntChoices()
     guesser = FormGuesser(compiled(STATES), choices)
     answer_by(guesser, A, "on sale")
     [end] = [each for counts in choices._counts.values() for each in counts if each not in ids("on")]
@@ -318,7 +318,7 @@ def test_the_end_of_an_answer_is_a_choice_too() -> None:
 
 @pytest.mark.usefixtures("unhurried")
 def test_the_chance_of_a_draft_falls_with_each_choice() -> None:
-    guesser = FormGuesser(compiled(STATES), Choices())
+    guesser = FormGuesser(compiled(STATES), LearntChoices())
     for answer in ("off sale", "off sale", "in sale"):
         answer_by(guesser, A, answer)
     own = salted(A)
@@ -338,7 +338,7 @@ def test_the_chance_of_a_draft_falls_with_each_choice() -> None:
 @pytest.mark.usefixtures("unhurried")
 def test_the_guess_counts_that_promises_more(chances: tuple[float, ...], source: DraftSource) -> None:
     """The grammar's own guess has a token with a chance of 1 / 2 and seven of 1 / 4."""
-    guesser = FormGuesser(compiled(STATES), Choices())
+    guesser = FormGuesser(compiled(STATES), LearntChoices())
     answer_by(guesser, A, "off sale")
     guess = Draft("r", DraftSource.PAST, tuple(ids("off sale")[: len(chances)]), chances)
     draft = guesser.draft(salted(A), guess, 20, 0.05)
@@ -357,7 +357,7 @@ def test_the_guess_counts_that_promises_more(chances: tuple[float, ...], source:
 )
 @pytest.mark.usefixtures("unhurried")
 def test_a_request_that_may_not_choose_freely_neither_teaches_nor_learns(changes: dict[str, object]) -> None:
-    guesser = FormGuesser(compiled(STATES), Choices())
+    guesser = FormGuesser(compiled(STATES), LearntChoices())
     assert answer_by(guesser, A, "on sale", **changes)[:3] == ["", "", " sale"]
     assert answer_by(guesser, A, "off sale")[:3] == ["", "", "f sale"]
     assert answer_by(guesser, A, "off sale", **changes)[:3] == ["", "", "f sale"]
@@ -365,7 +365,7 @@ def test_a_request_that_may_not_choose_freely_neither_teaches_nor_learns(changes
 
 @pytest.mark.usefixtures("unhurried")
 def test_a_request_that_was_given_up_leaves_no_walk() -> None:
-    guesser = FormGuesser(compiled(STATES), Choices())
+    guesser = FormGuesser(compiled(STATES), LearntChoices())
     given_up, other = salted(A), salted(A)
     guesser.draft(given_up, None, 20, 0.05)
     assert given_up.request_id in guesser._walks

@@ -31,7 +31,7 @@ from raydix.engine.core.manager.turns import TurnLimits
 from raydix.engine.core.objectives import Objectives
 from raydix.engine.core.settings import DraftLimits, SchedulerLimits
 from raydix.engine.core.tenants import Tenant
-from raydix.engine.core.types import Role, Salt, SamplingParams
+from raydix.engine.core.types import Role, Salt, Sampling
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.core.worker.drafts.past import Past
 from raydix.engine.core.worker.step import RunnerOutput, SchedulerOutput
@@ -50,7 +50,7 @@ def prompt_of(number: int) -> tuple[int, ...]:
 
 def expected(prompt: tuple[int, ...], num_tokens: int = NUM_TOKENS) -> list[int]:
     chain = BlockChain(ROOT, Salt(), 4)
-    return expected_answer(chain, prompt, SamplingParams(num_tokens), MAX_MODEL_LEN)[0]
+    return expected_answer(chain, prompt, Sampling(num_tokens), MAX_MODEL_LEN)[0]
 
 
 async def until(condition: Callable[[], Any]) -> None:

@@ -46,7 +46,7 @@ from raydix.engine.core.types import (
     PromptEvent,
     Role,
     Salt,
-    SamplingParams,
+    Sampling,
     Stage,
     TokenEvent,
     TokenLogprobs,
@@ -57,7 +57,7 @@ from tests.unit.builders import FINGERPRINT
 T = TypeVar("T")
 
 P, D = WorkerInfo("p", Role.PREFILL, 1), WorkerInfo("d", Role.DECODE, 1)
-EIGHT_TOKENS = SamplingParams(8)
+EIGHT_TOKENS = Sampling(8)
 SCORES = (TokenLogprobs(-1.0, (), ()),) * 2
 TIMEOUTS = Timeouts(retry_s=1.0, dispatch_s=30.0)
 
@@ -75,7 +75,7 @@ def make_dispatch(*workers: WorkerInfo) -> Dispatch:
     return dispatch
 
 
-def make_generation(request_id: str = "r", priority: int = 0, sampling: SamplingParams = EIGHT_TOKENS) -> Generation:
+def make_generation(request_id: str = "r", priority: int = 0, sampling: Sampling = EIGHT_TOKENS) -> Generation:
     return Generation(request_id, tuple(range(9)), sampling, Salt(), CacheHints(), priority=priority)
 
 
@@ -98,7 +98,7 @@ def token(position: int, attempt: int = 0, *, ends: bool = False) -> TokenEvent:
     return TokenEvent("r", attempt, position, 100 + position, FinishReason.LENGTH if ends else None, None, 0)
 
 
-def submitted(dispatch: Dispatch, sampling: SamplingParams = EIGHT_TOKENS) -> Generation:
+def submitted(dispatch: Dispatch, sampling: Sampling = EIGHT_TOKENS) -> Generation:
     """Run a request up to its submission to `p` and `d`."""
     generation = make_generation(sampling=sampling)
     assert len(of_type(dispatch.begin(generation, 1.0), Admit)) == 1
@@ -362,9 +362,9 @@ def test_an_admission_that_is_given_up_tells_of_no_answer() -> None:
 
 @pytest.mark.parametrize(
     ("names_answers", "sampling"),
-    [(False, SamplingParams(8)), (True, SamplingParams(8, speculation=False)), (True, SamplingParams(0))],
+    [(False, Sampling(8)), (True, Sampling(8, speculation=False)), (True, Sampling(0))],
 )
-def test_an_answer_that_nobody_may_draft_from_has_no_name(names_answers: bool, sampling: SamplingParams) -> None:
+def test_an_answer_that_nobody_may_draft_from_has_no_name(names_answers: bool, sampling: Sampling) -> None:
     dispatch = naming_dispatch() if names_answers else make_dispatch(P, D)
     generation = make_generation()
     generation.sampling = sampling
@@ -551,7 +551,7 @@ def test_a_token_that_was_lost_on_the_way_is_computed_again() -> None:
 @pytest.mark.parametrize("event", [PromptEvent("r", 0, 5, SCORES), token(0)], ids=["scores", "token"])
 def test_scores_that_were_lost_on_the_way_are_computed_again(event: PromptEvent | TokenEvent) -> None:
     dispatch = make_dispatch(P, D)
-    generation = submitted(dispatch, SamplingParams(8, prompt_logprobs=0))
+    generation = submitted(dispatch, Sampling(8, prompt_logprobs=0))
     assert dispatch.tokens("p", [PromptEvent("r", 0, 1, SCORES)], 2.0) == []
     instructions = dispatch.tokens("p", [event], 2.1)
     assert of_type(instructions, AttemptLost) == [AttemptLost("p", "r", 0)]

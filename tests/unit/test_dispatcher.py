@@ -31,7 +31,7 @@ from raydix.engine.core.types import (
     ProcessName,
     Role,
     Salt,
-    SamplingParams,
+    Sampling,
     TokenEvent,
     WorkerInfo,
 )
@@ -186,7 +186,7 @@ class Cluster:
 
     async def ask(self, name: str = "r") -> list[int | None]:
         """All tokens of one request."""
-        generation = Generation(name, (1, 2, 3), SamplingParams(8), Salt(), CacheHints())
+        generation = Generation(name, (1, 2, 3), Sampling(8), Salt(), CacheHints())
         return [event.token_id async for events in self.dispatcher.generate(generation) for event in events]
 
     def _failed_over(self) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from raydix.engine.core.costs import CostFit, StepShape, WorkerCosts
 from raydix.engine.core.settings import DraftLimits, SchedulerLimits
-from raydix.engine.core.types import Assignment, DraftSource, FinishReason, SamplingParams, Stage
+from raydix.engine.core.types import Assignment, DraftSource, FinishReason, Sampling, Stage
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.budget import MAX_TOKENS, DecodeStep, DraftCandidate, share
 from raydix.engine.core.worker.drafts.draft import Draft
@@ -427,13 +427,13 @@ def test_the_proposal_is_what_followed_and_stops_before_a_stop(make_scheduler: M
     [draft] = Drafter(DraftLimits(depth=5)).propose(scheduler)
     assert draft.token_ids == (4, 5, 6, 7, 8)
     assert list(draft.chances) == sorted(draft.chances, reverse=True)
-    request.assignment = replace(request.assignment, sampling=SamplingParams(99, stop_token_ids=(6,)))
+    request.assignment = replace(request.assignment, sampling=Sampling(99, stop_token_ids=(6,)))
     [draft] = Drafter(DraftLimits(depth=5)).propose(scheduler)
     assert draft.token_ids == (4, 5) and len(draft.chances) == 2
-    request.assignment = replace(request.assignment, sampling=SamplingParams(5))
+    request.assignment = replace(request.assignment, sampling=Sampling(5))
     [draft] = Drafter(DraftLimits(depth=5)).propose(scheduler)
     assert draft.token_ids == (4,), "the fifth token needs no draft behind it"
-    request.assignment = replace(request.assignment, sampling=SamplingParams(99, speculation=False))
+    request.assignment = replace(request.assignment, sampling=Sampling(99, speculation=False))
     assert Drafter(DraftLimits(depth=5)).propose(scheduler) == []
     scheduler.abort("a", 0.0)
 

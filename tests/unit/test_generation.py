@@ -17,7 +17,7 @@ from raydix.engine.core.types import (
     DraftUse,
     FinishReason,
     Salt,
-    SamplingParams,
+    Sampling,
     Stage,
     TokenEvent,
 )
@@ -26,7 +26,7 @@ ANSWER = [7, 7, 8, 9, 7]
 
 
 def make_generation(prefill: str = "p", decode: str = "d") -> Generation:
-    generation = Generation("r", (1, 2, 3), SamplingParams(max_tokens=len(ANSWER)), Salt(), CacheHints("anonymous"))
+    generation = Generation("r", (1, 2, 3), Sampling(max_tokens=len(ANSWER)), Salt(), CacheHints("anonymous"))
     generation.place(admission(prefill, decode), block_size=4, now=0.0)
     return generation
 
@@ -61,7 +61,7 @@ def test_a_prediction_goes_to_the_worker_that_decodes() -> None:
 
 def test_idle_work_is_of_the_same_tenant_and_never_takes_others_tokens_for_public_ones() -> None:
     salt, hints = Salt(b"tenant", num_public_tokens=2), CacheHints("tenant", priority=3)
-    generation = Generation("r", (1, 2, 3), SamplingParams(max_tokens=9), salt, hints)
+    generation = Generation("r", (1, 2, 3), Sampling(max_tokens=9), salt, hints)
     assignment = generation.idle_assignment([1, 2, 9, 9], "ingress")
     assert assignment is not None and assignment.is_idle
     assert (assignment.token_ids, assignment.num_prompt_tokens, assignment.sampling.max_tokens) == ((1, 2, 9, 9), 4, 0)
@@ -209,4 +209,4 @@ def test_who_is_needed(lost: str, num_tokens: int, dies: bool, loses_kv: bool) -
 
 def test_a_request_that_is_not_split_awaits_nobody() -> None:
     assert not make_generation("m", "m").awaits_prefill
-    assert not Generation("r", (1,), SamplingParams(max_tokens=1), Salt(), CacheHints("anonymous")).awaits_prefill
+    assert not Generation("r", (1,), Sampling(max_tokens=1), Salt(), CacheHints("anonymous")).awaits_prefill

@@ -11,7 +11,7 @@ from llguidance import LLExecutor, LLMatcher
 
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.settings import DraftLimits
-from raydix.engine.core.types import DraftSource, Grammar, GrammarKind, SamplingParams
+from raydix.engine.core.types import DraftSource, Grammar, GrammarKind, Sampling
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.core.worker.drafts.forms import Choose, FormToken
 from raydix.engine.core.worker.drafts.rows import DraftedRow, Row
@@ -371,7 +371,7 @@ def decoding(make_scheduler: Callable[..., Scheduler]) -> tuple[Scheduler, Reque
     scheduler = make_scheduler()
     scheduler.learn_costs(CHEAP)
     own = repeating(scheduler, [9, 1, 2, 3, 4, 5, 6, 7, 8, 0], [1, 2, 3])
-    own.assignment = replace(own.assignment, sampling=SamplingParams(99, grammar=ABC))
+    own.assignment = replace(own.assignment, sampling=Sampling(99, grammar=ABC))
     return scheduler, own
 
 

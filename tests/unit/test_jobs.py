@@ -15,7 +15,7 @@ from raydix.engine.core.ingress.detokenizer import ByteDetokenizer
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.room import Room
 from raydix.engine.core.tenants import Tenant
-from raydix.engine.core.types import CacheHints, FinishReason, Salt, SamplingParams, TokenEvent
+from raydix.engine.core.types import CacheHints, FinishReason, Salt, Sampling, TokenEvent
 from raydix.engine.serving.job import Answer, Job
 from raydix.engine.serving.output import OutputProcessor
 
@@ -33,7 +33,7 @@ def room() -> Iterator[Room]:
 def job_of(room: Room, num_choices: int) -> Job:
     answers = [
         Answer(
-            Generation(f"r-{index}", (1, 2, 3), SamplingParams(1), Salt(), CacheHints()),
+            Generation(f"r-{index}", (1, 2, 3), Sampling(1), Salt(), CacheHints()),
             ChoiceAssembler(ByteDetokenizer([b"a"]), (), False, 0),
             index,
             permit=permit,

@@ -21,7 +21,7 @@ from raydix.engine.api.adapters import LoadAdapterRequest
 from raydix.engine.core.errors import RequestError, StartupError
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
-from raydix.engine.core.types import Adapter, AdapterReport, CacheHints, Role, Salt, SamplingParams
+from raydix.engine.core.types import Adapter, AdapterReport, CacheHints, Role, Salt, Sampling
 from raydix.engine.model.engine import Engine
 from tests.unit.ingress import MODEL, Replica, Reply, Served, body_of, call
 from tests.unit.local_actors import LocalWorkers, MortalHandle, make_dispatcher, make_worker
@@ -319,9 +319,7 @@ def test_a_worker_frees_nothing_that_it_computes_with(scene: Scene, monkeypatch:
         worker = scene.workers["w1"]
         hold.after(worker, 2)
         salt = Salt(adapter=SQL)
-        generation = Generation(
-            "r", (1, 2, 3), SamplingParams(6), salt, CacheHints(), adapter=Adapter("sql", folder, SQL)
-        )
+        generation = Generation("r", (1, 2, 3), Sampling(6), salt, CacheHints(), adapter=Adapter("sql", folder, SQL))
         answering = asyncio.create_task(collected(scene.dispatchers[0], generation))
         await until(lambda: hold.is_held(worker))
         unloading = asyncio.create_task(scene.replicas[0].frontend.adapters.unload("sql"))

@@ -16,7 +16,7 @@ from raydix.engine.core.answers.lead import Lead
 from raydix.engine.core.answers.reasoning_limit import MAX_BEFORE, ReasoningLimit, tag_pieces
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.ingress.parsers.reasoning import ReasoningParser
-from raydix.engine.core.types import Assignment, SamplingParams, Stage
+from raydix.engine.core.types import Assignment, Sampling, Stage
 from raydix.engine.core.worker.request import Request
 from raydix.engine.model.masks import forced_end, mask_of, own_mask, restrict
 from tests.unit.builders import chain_of
@@ -30,7 +30,7 @@ TOKENS = {"<think>": [OPENING], "</think>": [CLOSING]}
 
 
 def request(limit: ReasoningLimit | None, output: tuple[int, ...], **changes: Any) -> Request:
-    sampling = SamplingParams(max_tokens=9, reasoning_limit=limit, **changes)
+    sampling = Sampling(max_tokens=9, reasoning_limit=limit, **changes)
     return Request(
         Assignment("r", 0, Stage.WHOLE, (1, OPENING, *output), 2, sampling, "ingress"), chain_of(), arrival=0
     )

@@ -13,7 +13,7 @@ from raydix.engine.api.requests import parse_chat, parse_completion
 from raydix.engine.api.resuming import EventId, EventIds, Origin, Place, by_name, seal_of
 from raydix.engine.api.spec import GenerationSpec
 from raydix.engine.core.errors import AnswerChangedError, RequestError
-from raydix.engine.core.types import Role, SamplingParams
+from raydix.engine.core.types import Role, Sampling
 from tests.unit.ingress import body_of
 
 ORIGIN = Origin("cmpl-1:a.b", 1_700_000_000, 2**62 - 1, "fp_0123456789")
@@ -245,7 +245,7 @@ def test_a_seal_is_the_same_in_every_process() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class NewerSampling(SamplingParams):
+class NewerSampling(Sampling):
     """Sampling parameters of a later version."""
 
     typical_p: float = 1.0

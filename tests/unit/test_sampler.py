@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from raydix.engine.core.types import Assignment, Grammar, GrammarKind, SamplingParams, Stage
+from raydix.engine.core.types import Assignment, Grammar, GrammarKind, Sampling, Stage
 from raydix.engine.core.worker.drafts.rows import DraftedRow
 from raydix.engine.core.worker.request import Request
 from raydix.engine.model.grammars import StepMasks
@@ -19,7 +19,7 @@ PROMPT = (9, 7)
 
 
 def request(*generated: int, **fields: Any) -> Request:
-    sampling = SamplingParams(max_tokens=99, **{"temperature": 0.0, **fields})
+    sampling = Sampling(max_tokens=99, **{"temperature": 0.0, **fields})
     token_ids = (*PROMPT, *generated)
     return Request(Assignment("r", 0, Stage.WHOLE, token_ids, len(PROMPT), sampling, ""), chain_of(), arrival=0)
 

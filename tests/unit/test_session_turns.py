@@ -10,7 +10,7 @@ from raydix.actors.manager.kv_cache_manager import KVCacheManager
 from raydix.actors.names import incarnation_name
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.manager.turns import TurnLimits
-from raydix.engine.core.types import CacheHints, Role, Salt, SamplingParams
+from raydix.engine.core.types import CacheHints, Role, Salt, Sampling
 from tests.unit.local_actors import make_dispatcher
 from tests.unit.test_data_plane import Scene, expected, until
 
@@ -43,7 +43,7 @@ class Agents:
         prompt = tuple(1 + (agent + 3 * number) % 50 for number in range(PROMPT))
         for turn in range(NUM_TURNS):
             generation = Generation(
-                f"agent-{agent}-{turn}", prompt, SamplingParams(NUM_TOKENS), Salt(), CacheHints(), session=None
+                f"agent-{agent}-{turn}", prompt, Sampling(NUM_TOKENS), Salt(), CacheHints(), session=None
             )
             self.running[generation.request_id] = generation
             tokens: list[int] = []

@@ -32,7 +32,7 @@ from raydix.engine.core.types import (
     Paused,
     PromptEvent,
     Salt,
-    SamplingParams,
+    Sampling,
     Stage,
     TokenEvent,
     TokenLogprobs,
@@ -48,7 +48,7 @@ class Generation:
 
     request_id: str
     prompt: tuple[int, ...]
-    sampling: SamplingParams
+    sampling: Sampling
     salt: Salt
     cache: CacheHints
     adapter: Adapter | None = None
@@ -212,7 +212,7 @@ class Generation:
             stage=Stage.WHOLE,
             token_ids=tuple(token_ids),
             num_prompt_tokens=len(token_ids),
-            sampling=SamplingParams(max_tokens=0),
+            sampling=Sampling(max_tokens=0),
             reply_to=reply_to,
             salt=self.salt,
             cache=self.cache,

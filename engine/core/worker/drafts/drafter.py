@@ -8,7 +8,7 @@ from raydix.engine.core.settings import DraftLimits
 from raydix.engine.core.types import DraftSource, Stage
 from raydix.engine.core.worker.drafts.budget import decode_step
 from raydix.engine.core.worker.drafts.draft import Draft
-from raydix.engine.core.worker.drafts.form_guesser import Choices, FormGuesser
+from raydix.engine.core.worker.drafts.form_guesser import FormGuesser, LearntChoices
 from raydix.engine.core.worker.drafts.forms import CERTAIN, Forms
 from raydix.engine.core.worker.drafts.guesser import Guesser
 from raydix.engine.core.worker.drafts.past import Past
@@ -29,7 +29,7 @@ class Drafter:
         self._limits = limits
         self._form_guesser: FormGuesser | None = None
         if forms is not None and DraftSource.GRAMMAR in limits.sources:
-            self._form_guesser = FormGuesser(forms, Choices() if DraftSource.PAST in limits.sources else None)
+            self._form_guesser = FormGuesser(forms, LearntChoices() if DraftSource.PAST in limits.sources else None)
         self._num_steps = 0
         self.past = Past(limits.past_tokens)
         self._guesser = Guesser(limits, self.past)

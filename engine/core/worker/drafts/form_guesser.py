@@ -10,7 +10,7 @@ grammars differ, and their choices repeat.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from raydix.engine.core.types import DraftSource, SamplingParams
+from raydix.engine.core.types import DraftSource, Sampling
 from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.drafts.forms import CERTAIN, Forms, FormToken, LikelyToken
 from raydix.engine.core.worker.drafts.guesser import draft_of, is_better
@@ -24,7 +24,7 @@ DOUBT = 1.0
 """Added to the count of all tokens at a place, so that no choice is certain."""
 
 
-class Choices:
+class LearntChoices:
     """Counts of the tokens taken, by salt and place."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Choices:
 class FormGuesser:
     """The guesses by the grammars of one worker's requests."""
 
-    def __init__(self, forms: Forms, choices: Choices | None) -> None:
+    def __init__(self, forms: Forms, choices: LearntChoices | None) -> None:
         """`choices`: None where nothing is learnt; then only forced tokens are guessed."""
         self._forms = forms
         self._choices = choices
@@ -131,7 +131,7 @@ class FormGuesser:
             self._choices.learn(request.assignment.salt.answers, guesses, new)
 
 
-def is_restricted(sampling: SamplingParams) -> bool:
+def is_restricted(sampling: Sampling) -> bool:
     """True if some tokens are forbidden or preferred besides the grammar: such choices tell nothing of other
     requests."""
     never_ends = not sampling.stop_token_ids or sampling.min_tokens > 0
