@@ -38,7 +38,7 @@ from tests.integration.conftest import WAIT_S, Server, eventually
 PARTS = re.compile(r"ray::(ServeReplica:\w+:\w+|KVCacheManager|PrefillWorker|DecodeWorker|MixedWorker)")
 STORE_GIB = 1.5
 """Object store of the cluster: enough for each configuration of the tests, which have a limit of their own in it."""
-METRICS_MS = 1000
+METRICS_MS = 4000
 """Interval at which Ray gathers metrics, by default ten seconds: tests wait for some of them."""
 CONTROL_LOOP_S = 0.1
 """Interval at which Serve's controller takes the next step of a deployment: shorter than a server's own, since tests

@@ -21,7 +21,7 @@ PROMPT_TOKENS = 500
 HIT_TOKENS = PROMPT_TOKENS // 16 * 16
 ANSWER_TOKENS = 20
 PAUSE_S = 0.5
-"""Between two scrapes, each of which is some work. Ray gathers metrics every second (`cluster.METRICS_MS`)."""
+"""Between two scrapes, each of which is some work. Ray gathers metrics every four seconds (`cluster.METRICS_MS`)."""
 
 
 @dataclass(frozen=True)

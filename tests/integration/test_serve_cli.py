@@ -193,7 +193,10 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def assert_quiet(screen: str) -> None:
-    assert not re.search(r"traceback|warn|error|exception", screen, re.IGNORECASE), screen
+    """No library writes on the terminal. A part may warn that another has no time for it, on a busy machine."""
+    lines = [line.rpartition("\r")[2] for line in screen.replace("\r\n", "\n").splitlines()]
+    disturbing = [line for line in lines if re.search(r"traceback|warn|error|exception", line, re.IGNORECASE)]
+    assert [line for line in disturbing if not line.endswith("does not answer")] == []
 
 
 def assert_killing_frees_its_port(terminal: Terminal) -> None:

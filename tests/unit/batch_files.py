@@ -11,7 +11,6 @@ from raydix.engine.api.batches import BatchRequest, Endpoint, LineAnswer
 from raydix.engine.batches.batch_store import BatchStore
 from raydix.engine.batches.file_store import FileStore, StoreLimits
 
-PATIENCE_S = 120.0
 """Limit of waiting for what comes at once on a machine that is not busy."""
 ENDPOINT: Endpoint = "/v1/completions"
 LIMITS = StoreLimits(

@@ -31,7 +31,10 @@ from raydix.engine.core.worker.block_pool import pool_of
 from raydix.engine.model.engine import Engine
 from raydix.engine.model.swap_space import SwapSpace
 from tests.unit.builders import FINGERPRINT, FakeModel
+from tests.unit.waits import WAIT_S
 
+AWAIT_TIMEOUT_S = 5 * WAIT_S
+"""So a test that waits for KV which never comes fails, and nobody computes it in the end."""
 APP_NAME = "app"
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -130,7 +133,7 @@ class LocalWorkers(LocalRuntime):
             CostModel(BLOCK_SIZE, piggyback_tokens=0),
             segment_budget_bytes=1 << 20,
             transcript_budget_bytes=1 << 20,
-            await_timeout_s=30.0,
+            await_timeout_s=AWAIT_TIMEOUT_S,
             disk_budget_bytes=0 if disk is None else 1 << 20,
             disk_path=None if disk is None else str(disk),
             runtime=self,
@@ -225,7 +228,7 @@ def make_dispatcher(
     adapters: AdapterTable | None = None,
 ) -> Dispatcher:
     """The data plane of an ingress replica; each failover is told to `on_failover`."""
-    model = ModelFacts(FINGERPRINT.rpartition("/")[0], BLOCK_SIZE, await_timeout_s=30.0)
+    model = ModelFacts(FINGERPRINT.rpartition("/")[0], BLOCK_SIZE, await_timeout_s=AWAIT_TIMEOUT_S)
     timeouts = Timeouts(retry_s=0.01, dispatch_s=5.0, worker_silent_s=worker_silent_s)
     return Dispatcher(ingress_id, runtime, ManagerLink(runtime), model, on_failover, timeouts, adapters)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from raydix.engine.serving.background_responses import Listener
 from tests.unit.ingress import ANSWER, FakeLink, Replica, Reply, Served, body_of, call
 from tests.unit.served_app import app
 from tests.unit.test_responses_app import events_of, text_of
+from tests.unit.waits import until
 
 RESPONSES = "/v1/responses"
 TENANTS = {"a": {"authorization": "Bearer a"}, "b": {"authorization": "Bearer b"}}
@@ -26,12 +27,6 @@ async def post(headers: dict[str, str] | None = None, **fields: Any) -> Reply:
 
 async def send(method: str, path: str, headers: dict[str, str] | None = None) -> Reply:
     return await call(app, method, f"{RESPONSES}/{path}", headers=headers)
-
-
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(10):
-        while not await holds():
-            await asyncio.sleep(0.001)
 
 
 async def ended(response_id: str, headers: dict[str, str] | None = None) -> Any:

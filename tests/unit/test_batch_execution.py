@@ -21,7 +21,8 @@ from raydix.engine.batches.journal import Journal
 from raydix.engine.batches.runner import FixedSlots
 from raydix.engine.core.batches.lines import MAX_ATTEMPTS
 from raydix.engine.core.batches.records import Answered, Record, Status, Stopped
-from tests.unit.batch_files import LIMITS, PATIENCE_S, Server, Stores, line_of, lines_of, prompts_of
+from tests.unit.batch_files import LIMITS, Server, Stores, line_of, lines_of, prompts_of
+from tests.unit.waits import WAIT_S, until
 
 
 @pytest.fixture(autouse=True)
@@ -48,18 +49,12 @@ def complete(stores: Stores, batch: Any, server: Server, concurrency: int = 4) -
     """Run a batch to its end; returns the batch as its client sees it then."""
 
     async def work() -> None:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_S):
             await execution(stores, batch, server, concurrency).complete()
 
     asyncio.run(work())
     assert stores.batches.open_batches() == []
     return stores.batches.get("a", batch.record.id)
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def test_answers_are_in_the_order_of_the_input(tmp_path: Path) -> None:
@@ -150,7 +145,7 @@ def test_a_cancelled_batch_keeps_the_answers_that_it_has(tmp_path: Path) -> None
         task = asyncio.ensure_future(execution(stores, batch, server, 1).complete())
         await until(lambda: server.asked == ["a", "b"])
         stores.batches.cancel("a", batch.record.id)
-        await asyncio.wait_for(task, PATIENCE_S)
+        await asyncio.wait_for(task, WAIT_S)
 
     asyncio.run(work())
     assert server.num_running == 0, "the line that ran was ended"
@@ -181,7 +176,7 @@ def test_a_batch_expires_with_the_answers_that_it_has(tmp_path: Path) -> None:
         task = asyncio.ensure_future(execution(stores, batch, server, 1).complete())
         await until(lambda: server.asked == ["a", "b"])
         stores.clock.now += 3600
-        await asyncio.wait_for(task, PATIENCE_S)
+        await asyncio.wait_for(task, WAIT_S)
 
     asyncio.run(work())
     assert stores.batches.get("a", batch.record.id).progress.status is Status.EXPIRED
@@ -197,7 +192,7 @@ def test_a_batch_ends_where_its_output_would_not_fit(tmp_path: Path) -> None:
         task = asyncio.ensure_future(execution(stores, batch, server, 1).complete())
         await until(lambda: server.asked == ["a", "b"])
         (batch.folder / "large").write_bytes(b"x" * 2000)
-        await asyncio.wait_for(task, PATIENCE_S)
+        await asyncio.wait_for(task, WAIT_S)
 
     asyncio.run(work())
     ended = stores.batches.get("a", batch.record.id).progress

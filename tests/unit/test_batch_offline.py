@@ -13,7 +13,8 @@ from raydix.engine.batches import runner as runner_module
 from raydix.engine.batches.offline import BatchFiles, BatchSummary, look_at, run_batch
 from raydix.engine.core.batches.batch_run import Progress
 from raydix.engine.core.errors import RequestError
-from tests.unit.batch_files import PATIENCE_S, Server, line_of, lines_of, objects_in, prompts_of
+from tests.unit.batch_files import Server, line_of, lines_of, objects_in, prompts_of
+from tests.unit.waits import until
 
 CHAT = "/v1/chat/completions"
 
@@ -39,9 +40,7 @@ def interrupt(files: BatchFiles, server: Server, when: Callable[[], bool]) -> No
 
     async def work() -> None:
         task = asyncio.ensure_future(run_batch(files, server.answer, concurrency=2))
-        async with asyncio.timeout(PATIENCE_S):
-            while not when():
-                await asyncio.sleep(0.002)
+        await until(when)
         task.cancel()
         await asyncio.wait({task})
 

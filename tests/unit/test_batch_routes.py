@@ -23,11 +23,12 @@ from raydix.engine.batches import runner as runner_module
 from raydix.engine.batches.batch_store import BatchStore
 from raydix.engine.batches.file_store import FileStore
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
-from tests.unit.batch_files import PATIENCE_S, line_of, lines_of, objects_in
+from tests.unit.batch_files import line_of, lines_of, objects_in
 from tests.unit.ingress import ANSWER, MODEL, Replica, Reply, Served, call
 from tests.unit.served_app import app
 from tests.unit.test_openapi import validate_reply
 from tests.unit.test_upload import END, TYPE, part
+from tests.unit.waits import WAIT_S
 
 ROUTE = re.compile("/((file|batch)(?:e?s))/[^/]+")
 INPUT = lines_of("one", "two")
@@ -76,7 +77,7 @@ async def begin(content: bytes = INPUT, headers: dict[str, str] | None = None, *
 
 
 async def ended(batch_id: str, **headers: str) -> Any:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_S):
         while True:
             batch = (await send("GET", f"/v1/batches/{batch_id}", **headers)).json
             if batch["status"] in ("completed", "failed", "expired", "cancelled"):
@@ -373,7 +374,7 @@ def test_batches_of_another_model_or_tenant_are_left_alone_until_they_expire(
 
     async def wait() -> Any:
         monkeypatch.setattr(batches_module.Batches, "_consider", counted)
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_S):
             while num_considered < 3:
                 await asyncio.sleep(0.001)
         return (await send("GET", f"/v1/batches/{batch['id']}")).json

@@ -37,9 +37,9 @@ from raydix.engine.api.stream import DONE, ChunkWriter, error_event, usage_event
 from raydix.engine.core.errors import ServiceError, StartupError
 from raydix.engine.core.manager.explain import BlockSource, Decision
 from raydix.engine.core.types import FinishReason
+from tests.unit.waits import WAIT_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-WAIT_S = 10.0
 HEAD = ResponseHead("chat", "chatcmpl-1", 1, "tiny")
 STATS = re.compile(r"\d+ ms to first token, [\d.]+ tokens/s, 7 prompt tokens \(4 from the cache\)")
 

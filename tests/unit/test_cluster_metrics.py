@@ -23,6 +23,7 @@ from raydix.engine.serving.accounting import FinishedRequest
 from tests.unit.ingress import FakeLink, Memory, Replica, Served, call
 from tests.unit.served_app import app
 from tests.unit.test_drafts import drafting_engine
+from tests.unit.waits import WAIT_S
 
 
 class FakeWorker(WorkerClient):
@@ -274,7 +275,7 @@ def test_a_process_that_does_not_answer_in_time_is_marked() -> None:
     async def scrape() -> str:
         cluster = Cluster(good=lambda: answers("good"), silent=never, dead=dies)
         cluster.manager.is_away = True
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             return await cluster.metrics.text()
 
     text = asyncio.run(scrape())

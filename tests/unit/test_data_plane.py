@@ -39,6 +39,7 @@ from raydix.engine.model.engine import Engine, StepResult
 from tests.unit.builders import ROOT, FakeModel, expected_answer
 from tests.unit.local_actors import MAX_MODEL_LEN, LocalWorkers, answer_of, make_dispatcher
 from tests.unit.processes import running
+from tests.unit.waits import WAIT_S, until
 
 NUM_TOKENS = 12
 
@@ -51,12 +52,6 @@ def prompt_of(number: int) -> tuple[int, ...]:
 def expected(prompt: tuple[int, ...], num_tokens: int = NUM_TOKENS) -> list[int]:
     chain = BlockChain(ROOT, Salt(), 4)
     return expected_answer(chain, prompt, Sampling(num_tokens), MAX_MODEL_LEN)[0]
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def abouts(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
@@ -370,7 +365,7 @@ def test_requests_move_from_workers_that_leave(
             )
         )
         scene.hold.end()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while not all([await manager.worker_leaving(worker_id) for worker_id in leaving]):
                 await asyncio.sleep(0.005)
         for worker_id in leaving:  # as their hosts end them
@@ -608,7 +603,7 @@ def test_requests_compute_what_another_node_is_late_with(scene: Scene, monkeypat
 
         monkeypatch.setattr(segment_import_module, "answer", fetch)
         manager, dispatcher = await scene.start()
-        async with asyncio.timeout(10):  # much less than `await_timeout_s`, after which anybody would compute
+        async with asyncio.timeout(WAIT_S):  # less than `AWAIT_TIMEOUT_S`, after which anybody would compute
             assert await answer_of(dispatcher, "late", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
         assert not fetched
         is_over.set()
@@ -671,7 +666,7 @@ def test_a_client_that_leaves_frees_what_its_request_holds(scene: Scene) -> None
         answer.cancel()
         await until(lambda: manager._directory.num_reservations == 0)
         for worker in scene.workers.values():
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_S):
                 while (statistics := await worker.statistics())["num_running"] + statistics["num_waiting"]:
                     await asyncio.sleep(0.002)
             assert statistics["num_available_blocks"] == statistics["num_blocks"]
@@ -691,7 +686,7 @@ def test_limits_change_under_a_stream(scene: Scene, monkeypatch: pytest.MonkeyPa
 
     async def stepping(condition: Callable[[], Any]) -> None:
         """Give leave for a few steps at a time until the condition holds."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while not condition():
                 leave.release()
                 await asyncio.sleep(0.002)

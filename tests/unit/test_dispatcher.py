@@ -1,7 +1,7 @@
 """The dispatcher with workers and a manager that come, die and fall silent."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -36,6 +36,7 @@ from raydix.engine.core.types import (
     WorkerInfo,
 )
 from tests.unit.builders import FINGERPRINT
+from tests.unit.waits import WAIT_S, until
 
 T = TypeVar("T")
 
@@ -198,12 +199,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(monkeypatch)
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 def test_a_request_waits_for_a_worker_that_is_starting(cluster: Cluster) -> None:
     async def run() -> None:
         cluster.manager.num_starting = 1
@@ -277,7 +272,7 @@ def test_silent_workers_are_looked_for_between_pings(cluster: Cluster, monkeypat
 def test_a_request_ends_when_nobody_is_coming(cluster: Cluster) -> None:
     async def run() -> None:
         cluster.dispatcher.start()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             with pytest.raises(NoWorkerError):
                 await cluster.ask()
 

@@ -23,6 +23,7 @@ from raydix.engine.serving.reading import Reader
 from tests.unit.ingress import Replica, Served, body_of, call
 from tests.unit.served_app import app
 from tests.unit.test_agents import reader
+from tests.unit.waits import WAIT_S
 
 WORDS = [
     *("parser", "cache", "router", "socket", "buffer", "index", "lexer", "window"),
@@ -31,7 +32,6 @@ WORDS = [
 VERBS = ["fix", "move", "read", "test", "split", "measure", "remove", "rename"]
 BLOCK = 16
 CASES_OF_EACH = 10
-WAIT_S = 30.0
 
 
 def sentence(rng: random.Random, num_words: int = 12) -> str:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +28,7 @@ from raydix.engine.core.manager.turns import NO_TURNS
 from raydix.engine.core.objectives import Objectives, WhenLate
 from raydix.engine.core.settings import SchedulerLimits
 from tests.unit.local_actors import MortalHandle
+from tests.unit.waits import until
 
 TASK_ERROR: Any = RayTaskError
 WORKER_ID = "decode-r1"
@@ -118,12 +119,6 @@ async def start(kind: str) -> ActorHost:
 def part_of(kind: str, **sections: Any) -> DeploymentPart:
     """The part of the host's deployment of a configuration."""
     return parts(Config.model_validate({"workers": {"prefill": {}, "decode": {}, "elastic": {}}, **sections}))[kind]
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 @pytest.mark.parametrize("step_s", [3600, -3600])

@@ -20,8 +20,8 @@ from raydix.engine.model.grammar_source import GrammarError
 from raydix.engine.model.grammars import Grammars
 from raydix.engine.model.loop import EngineLoop
 from tests.unit.builders import FINGERPRINT, FakeModel, answer_to, hashes_of, make_assignment, tokens_of
+from tests.unit.waits import WAIT_S
 
-LIMIT_S = 20.0
 PROMPT = (1, 2, 3, 0, 1)
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class Watched:
         """All events up to the first that ends a request."""
         events: list[TokenEvent] = []
         while not any(event.finish for event in events):
-            output = self.outputs.get(timeout=LIMIT_S)
+            output = self.outputs.get(timeout=WAIT_S)
             events += output.events
             events += output.failures
         return events
@@ -70,7 +70,7 @@ class Watched:
         """What a command sees, once it has run."""
         answers: queue.SimpleQueue[T] = queue.SimpleQueue()
         self.loop.post(lambda engine: answers.put(question(engine)))
-        return answers.get(timeout=LIMIT_S)
+        return answers.get(timeout=WAIT_S)
 
 
 @pytest.fixture
@@ -84,11 +84,11 @@ def watched() -> Iterator[Watched]:
 
 def test_it_steps_while_there_is_work_and_tells_of_the_pool(watched: Watched) -> None:
     watched.submit(prompt=PROMPT, max_tokens=2)
-    output = watched.outputs.get(timeout=LIMIT_S)
+    output = watched.outputs.get(timeout=WAIT_S)
     assert output.shape.num_prefill_tokens == 5
     assert output.sealed == tuple(hashes_of(PROMPT)) and output.evicted == ()
     assert output.step_s > 0
-    output = watched.outputs.get(timeout=LIMIT_S)
+    output = watched.outputs.get(timeout=WAIT_S)
     assert [event.token_id for event in output.events] == answer_to(make_assignment(prompt=PROMPT))[1:2]
 
 
@@ -104,7 +104,7 @@ def test_commands_run_in_order_and_changes_of_the_pool_are_told_without_a_step(w
     watched.submit(prompt=PROMPT, max_tokens=1)
     watched.events_until_end()
     watched.ask(lambda engine: engine.pool.reset())
-    output = watched.outputs.get(timeout=LIMIT_S)
+    output = watched.outputs.get(timeout=WAIT_S)
     assert not output.has_computed and output.evicted == tuple(
         (gone, EvictionReason.RESET) for gone in hashes_of(PROMPT)
     )
@@ -112,7 +112,7 @@ def test_commands_run_in_order_and_changes_of_the_pool_are_told_without_a_step(w
 
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_an_engine_prepares_for_grammars_while_it_idles(monkeypatch: pytest.MonkeyPatch, is_idle: bool) -> None:
-    monkeypatch.setattr("raydix.engine.model.loop.PREPARE_S", 0.0 if is_idle else 10 * LIMIT_S)
+    monkeypatch.setattr("raydix.engine.model.loop.PREPARE_S", 0.0 if is_idle else 10 * WAIT_S)
     watched, loads = Watched(), queue.SimpleQueue[str]()
 
     def load() -> NoReturn:
@@ -122,7 +122,7 @@ def test_an_engine_prepares_for_grammars_while_it_idles(monkeypatch: pytest.Monk
     watched.engine.grammars = grammars = Grammars(load, 32)
     watched.loop.start()
     if is_idle:
-        assert loads.get(timeout=LIMIT_S).startswith("grammar"), "beside the engine's thread, without a request"
+        assert loads.get(timeout=WAIT_S).startswith("grammar"), "beside the engine's thread, without a request"
     watched.submit(prompt=PROMPT, max_tokens=2)
     assert len(watched.events_until_end()) == 2
     watched.loop.stop()
@@ -148,7 +148,7 @@ def test_a_model_that_is_broken_for_good_ends_the_thread_and_no_request(watched:
     watched.events_until_end()
     watched.is_broken.set()
     watched.submit("s", prompt=PROMPT)
-    assert watched.reasons.get(timeout=LIMIT_S) == "RuntimeError: illegal memory access"
+    assert watched.reasons.get(timeout=WAIT_S) == "RuntimeError: illegal memory access"
     watched.loop.stop()
     while not watched.outputs.empty():
         assert not watched.outputs.get().failures
@@ -174,7 +174,7 @@ def test_a_request_moves_on_when_an_export_lets_go_of_its_blocks(watched: Watche
     watched.submit(prompt=PROMPT)
     waited = threading.Event()
     watched.loop.post(lambda engine: waited.set())
-    assert waited.wait(LIMIT_S)
+    assert waited.wait(WAIT_S)
     watched.loop.post(lambda engine: engine.pool.release(held, 0.0))
     assert tokens_of(watched.events_until_end()) == answer_to(make_assignment(prompt=PROMPT))
 

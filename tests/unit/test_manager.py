@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from raydix.engine.model.segment_files import SegmentFiles
 from raydix.engine.model.segments import checksum
 from tests.unit.builders import FINGERPRINT
 from tests.unit.local_actors import MortalHandle
+from tests.unit.waits import WAIT_S, until
 
 PAYLOAD = np.arange(10, dtype=np.uint8)
 
@@ -90,12 +91,6 @@ async def register(
     registration = Registration(worker_id, epoch, role, 10, 64, "cpu", fingerprint, ())
     refusal = await manager.register(registration, [MortalHandle(worker)])  # type: ignore[list-item]
     return refusal or worker
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def request(request_id: str, attempt: int = 0) -> AdmitRequest:
@@ -257,7 +252,7 @@ def test_a_worker_without_heartbeats_is_forgotten_until_it_registers_again(monke
         await register(manager, "a")
         await register(manager, "b")
         state = WorkerState(costs=None, num_free_blocks=9, num_empty_blocks=9, num_steps=0, token_budget=64)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while len(manager._directory.fleet) == 2:
                 assert await manager.heartbeat("b", 1, state)
                 await asyncio.sleep(0.01)

@@ -14,13 +14,13 @@ from raydix.engine.api.batches import NO_LIMITS, LineLimits
 from raydix.engine.batches.beside import BESIDE_BYTES, run_beside
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
-from tests.unit.batch_files import PATIENCE_S
 from tests.unit.ingress import ANSWER, Replica, Reply, call
 from tests.unit.served_app import app
 from tests.unit.test_batch_routes import begin as begin_openai
 from tests.unit.test_batch_routes import quick, serving
 from tests.unit.test_batch_routes import send as send_openai
 from tests.unit.test_openapi import validate_reply
+from tests.unit.waits import WAIT_S
 
 __all__ = ["quick", "serving"]
 
@@ -52,7 +52,7 @@ async def begin(*requests: dict[str, Any], headers: dict[str, str] | None = None
 
 
 async def ended(batch_id: str, headers: dict[str, str] | None = None) -> Any:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_S):
         while True:
             batch = (await send("GET", f"/{batch_id}", headers=headers)).json
             if batch["processing_status"] == "ended":

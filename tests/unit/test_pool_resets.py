@@ -10,6 +10,7 @@ import raydix.actors.manager.pool_resets as pool_resets
 from raydix.actors.manager.pool_resets import PoolResets
 from raydix.actors.rpc import WorkerClient
 from tests.unit.local_actors import MortalHandle
+from tests.unit.waits import until
 
 
 class ForgetfulWorker:
@@ -36,9 +37,7 @@ def start(resets: PoolResets, handle: Any) -> asyncio.Task[int]:
 
 
 async def until_asked(worker: ForgetfulWorker, num_resets: int) -> None:
-    async with asyncio.timeout(20):
-        while len(worker.numbers) < num_resets:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(worker.numbers) >= num_resets)
 
 
 async def let_go_on() -> None:

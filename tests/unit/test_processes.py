@@ -1,13 +1,12 @@
 """Processes that hold their interpreter lock compute; stopped, dead and waiting ones do not."""
 
 import os
-import time
-from collections.abc import Callable
 
 import pytest
 
 from raydix.actors.processes import ProcessWatch, own_process
 from tests.unit.processes import WAITS, Process, running
+from tests.unit.waits import until_outside
 
 NODE = "node"
 
@@ -19,22 +18,15 @@ def has_computed(watch: ProcessWatch, process: Process, node: str = NODE) -> boo
     return watch.computes(name, 1.0)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def test_a_process_that_holds_its_interpreter_lock_computes() -> None:
     with running() as process:
         # It has said that it begins, and is runnable from then on, however busy the machine is.
-        wait_until(lambda: has_computed(ProcessWatch(NODE), process))
+        until_outside(lambda: has_computed(ProcessWatch(NODE), process))
 
 
 def test_a_process_that_waits_does_not() -> None:
     with running(WAITS) as process:
-        wait_until(lambda: process.state() == "S")
+        until_outside(lambda: process.state() == "S")
         assert not has_computed(ProcessWatch(NODE), process)
 
 

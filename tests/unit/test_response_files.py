@@ -16,6 +16,7 @@ import raydix.actors.manager.response_disk as response_disk
 from raydix.actors.manager.client_memory import ClientMemory
 from raydix.actors.manager.response_files import FOLDER, KeptResponse, ResponseFiles
 from raydix.engine.core.memory.response_store import ENTRY_BYTES
+from tests.unit.waits import until
 
 BUDGET, TTL_S = 1 << 20, 1000.0
 NOW = time.time()
@@ -231,9 +232,7 @@ def test_responses_expire_on_disk_as_in_memory(tmp_path: Path, monkeypatch: pyte
     assert with_memory(tmp_path, all_of) == [[b"1"], [b"1", b"2"], []] and len(paths(tmp_path)) == 2
 
     async def wait(memory: ClientMemory) -> None:
-        async with asyncio.timeout(20):
-            while len(memory._responses):
-                await asyncio.sleep(0.005)
+        await until(lambda: not len(memory._responses))
 
     monkeypatch.setattr(client_memory, "EXPIRY_S", 0.01)
     with_memory(tmp_path, wait, ttl_s=0.05)

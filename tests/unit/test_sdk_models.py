@@ -27,6 +27,7 @@ from tests.unit.test_batch_routes import quick, serving, upload
 from tests.unit.test_message_batches import asked
 from tests.unit.test_message_batches import begin as begin_messages
 from tests.unit.test_message_batches import ended as messages_ended
+from tests.unit.waits import WAIT_S
 
 __all__ = ["quick", "serving"]
 
@@ -145,7 +146,7 @@ def test_a_failed_response(served: Served) -> None:
     async def work() -> None:
         reply = await call(app, "POST", "/v1/responses", body_of("responses", background=True))
         shown = strictly(Response, reply.body)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while shown.status != "failed":
                 await asyncio.sleep(0.001)
                 shown = strictly(Response, (await call(app, "GET", f"/v1/responses/{shown.id}")).body)

@@ -21,6 +21,7 @@ from raydix.engine.core.errors import StartupError
 from raydix.engine.core.tenants import key_hash
 from tests.unit.ingress import Replica, Served, body_of, call
 from tests.unit.served_app import app
+from tests.unit.waits import until
 
 HASH = key_hash("rdx-alice")
 
@@ -114,9 +115,10 @@ def test_an_ingress_replica_follows_the_file(
         return (await call(app, "POST", "/v1/completions", body_of("completion"), headers=headers)).status
 
     async def becomes(name: str, wanted: int) -> None:
-        async with asyncio.timeout(20):
-            while await status(name) != wanted:
-                await asyncio.sleep(0.005)
+        async def has_become() -> bool:
+            return await status(name) == wanted
+
+        await until(has_become)
 
     async def work() -> list[int]:
         await becomes("alice", 200)
@@ -124,9 +126,7 @@ def test_an_ingress_replica_follows_the_file(
         await becomes("bob", 200)
         await becomes("alice", 401)
         file.write_text("tenants: []")
-        async with asyncio.timeout(20):
-            while "at least 1 item" not in caplog.text:
-                await asyncio.sleep(0.005)
+        await until(lambda: "at least 1 item" in caplog.text)
         # Another change meanwhile finds the same file, and is refused with it.
         ingress: Any = serve.get_replica_context().servable_object
         await ingress.reconfigure(parts(config_with(file, ingress={"max_queued_requests": 3}))[INGRESS].live)

@@ -9,8 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ import pytest
 
 from raydix.cli import worker_start
 from raydix.cli.worker_template import FIRST_WORKER, PARTS, WorkerTemplate
+from tests.unit.waits import WAIT_S, until_outside
 
-DEADLINE_S = 60
 SAYING = """
 import json, os, resource, signal, sys, time
 report = {
@@ -65,19 +64,12 @@ def start(template: WorkerTemplate, programs: Path, *arguments: str, raylet: int
         env=environment,
         stdout=write,
         check=True,
-        timeout=DEADLINE_S,
+        timeout=WAIT_S,
         **options,
     )
     os.close(write)
     with os.fdopen(read) as output:
         return json.loads(output.readline())
-
-
-def until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def test_a_worker_is_forked_as_the_raylet_would_have_started_it(
@@ -115,14 +107,14 @@ def test_signals_blocked_by_the_raylet_are_blocked_in_a_worker(template: WorkerT
 
 
 def test_a_worker_has_what_the_template_imported(template: WorkerTemplate, programs: Path) -> None:
-    until(lambda: start(template, programs)["has_part"], "the template imports its parts between forks")
+    until_outside(lambda: start(template, programs)["has_part"], "the template imports its parts between forks")
 
 
 def test_parts_that_wait_are_imported_once_a_worker_runs(tmp_path: Path, programs: Path) -> None:
     template = WorkerTemplate(tmp_path, parts=(FIRST_WORKER, "colorsys"))
     try:
         assert not start(template, programs)["has_part"]
-        until(lambda: start(template, programs)["has_part"], "the rest is imported")
+        until_outside(lambda: start(template, programs)["has_part"], "the rest is imported")
     finally:
         template.communicate()
 
@@ -148,7 +140,7 @@ def test_ray_starts_the_workers_once_code_has_changed(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     template = WorkerTemplate(tmp_path, parts=(module.stem, "colorsys"))
     try:
-        until(lambda: start(template, programs).get("has_part", False), "everything is imported")
+        until_outside(lambda: start(template, programs).get("has_part", False), "everything is imported")
         os.utime(module, ns=(0, 0))
         assert start(template, programs)["program"] == worker_start.SETUP
     finally:
@@ -163,7 +155,7 @@ def test_a_worker_outlives_the_template_and_ends_with_the_raylet(template: Worke
     assert template.process.returncode == 0, "it ends with the process that started it"
     assert worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
     raylet.communicate(b"\n")
-    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "the worker ends")
+    until_outside(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "the worker ends")
 
 
 def test_the_system_forgets_a_killed_worker(template: WorkerTemplate, programs: Path) -> None:
@@ -171,7 +163,7 @@ def test_the_system_forgets_a_killed_worker(template: WorkerTemplate, programs: 
     (programs / worker_start.WORKER).write_text(SAYING + WAITING)
     pid = start(template, programs)["pid"]
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not psutil.pid_exists(pid), "the process is gone")
+    until_outside(lambda: not psutil.pid_exists(pid), "the process is gone")
 
 
 def test_the_parts_exist() -> None:
