@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 from raydix.actors.messages import ImportReport, Registration, WorkerState
 from raydix.actors.metric_values import MetricFamily
 from raydix.actors.names import manager_name, named_actor
+from raydix.actors.tracing import Recorded
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.doctor import Miss
 from raydix.engine.core.manager.block_index import CacheUpdate
@@ -115,6 +116,9 @@ class WorkerClient(ActorClient):
         """`payload` holds one reference, or none for no bytes; Ray does not fetch a reference inside a list before the
         call."""
         return _sent(self.handle.import_segment.remote(header, payload, patience_s))
+
+    def trace(self, seconds: float) -> Awaitable[Recorded]:
+        return _sent(self.handle.trace.remote(seconds))
 
     def export_blocks(self, hashes: Sequence[BlockHash]) -> Awaitable[None]:
         return _sent(self.handle.export_blocks.remote(hashes))

@@ -95,6 +95,12 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="as the server has it")
     doctor.set_defaults(run=_doctor)
 
+    trace = commands.add_parser("trace", help="record what a running server does, for Perfetto")
+    trace.add_argument("-o", "--output", required=True, metavar="FILE", help="where the trace is written, as JSON")
+    trace.add_argument("--seconds", type=float, default=5.0, help="time to record (default: %(default)s)")
+    _add_server(trace)
+    trace.set_defaults(run=_trace)
+
     top = commands.add_parser("top", help="show a running server's requests, live")
     _add_server(top)
     top.set_defaults(run=_top)
@@ -186,6 +192,12 @@ def _doctor(options: argparse.Namespace) -> int:
     from raydix.cli import observe
 
     return observe.run_doctor(options)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from raydix.cli import observe
+
+    return observe.run_trace(options)
 
 
 def _top(options: argparse.Namespace) -> int:

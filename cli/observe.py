@@ -1,4 +1,4 @@
-"""`raydix requests`, `why`, `doctor` and `top`: what a running server does, and why prompts hit or missed.
+"""`raydix requests`, `why`, `doctor`, `trace` and `top`: what a running server does, and why prompts hit or missed.
 
 All of it is read from the HTTP routes of a server, any that the terminal reaches, and is what the key may see.
 Nothing is asked of the server once a command has ended.
@@ -9,6 +9,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
@@ -89,6 +90,28 @@ def run_doctor(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_trace(options: argparse.Namespace) -> int:
+    """Have the server record a trace, and write it into a file. Raises StartupError where the server does not answer,
+    or refuses, and where the file cannot be written."""
+    # Before anything is recorded: a wrong path is not to cost the moment.
+    try:
+        with Path(options.output).open("w") as file:
+            server = _server(options, waits_s=options.seconds)
+            trace = asyncio.run(server.post(f"/v1/debug/trace?seconds={options.seconds:g}"))
+            json.dump(trace, file)
+    except OSError as error:
+        raise StartupError(f"{options.output} cannot be written: {error.strerror}") from None
+    about = trace["otherData"]
+    spans = sum(event["ph"] == "X" for event in trace["traceEvents"])
+    said = f"{options.output}: {spans} slices since {about['started_at']}; open it at https://ui.perfetto.dev"
+    print(said, file=sys.stderr)
+    for worker in about["missing"]:
+        print(f"{worker} did not answer", file=sys.stderr)
+    if about["dropped"]:
+        print(f"{about['dropped']} slices were too many", file=sys.stderr)
+    return 0
+
+
 def run_top(options: argparse.Namespace) -> int:
     """Show the requests, live, until Ctrl-C. Raises StartupError where the server does not answer, or without a
     terminal."""
@@ -108,8 +131,15 @@ class ObservedServer:
 
     async def get(self, path: str) -> Any:
         """The object of a route. Raises StartupError."""
+        return await self._ask("GET", path)
+
+    async def post(self, path: str) -> Any:
+        """The object of a route that does something. Raises StartupError."""
+        return await self._ask("POST", path)
+
+    async def _ask(self, method: str, path: str) -> Any:
         try:
-            async with self._session() as session, session.get(self._url + path) as reply:
+            async with self._session() as session, session.request(method, self._url + path) as reply:
                 await self._check(reply)
                 return await reply.json()
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -161,8 +191,9 @@ class ObservedServer:
         raise self._refused(body, f"{reply.status} {reply.reason}")
 
 
-def _server(options: argparse.Namespace) -> ObservedServer:
-    return ObservedServer(options.url, api_key(options.api_key_env))
+def _server(options: argparse.Namespace, *, waits_s: float = 0.0) -> ObservedServer:
+    """`waits_s`: time that the server takes to do what it is asked."""
+    return ObservedServer(options.url, api_key(options.api_key_env), read_timeout_s=READ_TIMEOUT_S + waits_s)
 
 
 async def _explained(server: ObservedServer, name: str) -> Any:

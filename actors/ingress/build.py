@@ -10,6 +10,8 @@ from raydix.actors.ingress.adapters import AdapterLimits, AdapterOperations
 from raydix.actors.ingress.batches import ROUTES, Batches, BatchSettings
 from raydix.actors.ingress.cache_control import CacheOperations
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
+from raydix.actors.ingress.cluster_trace import ClusterTrace
+from raydix.actors.ingress.deliveries import Deliveries
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.frontend import Frontend, FrontendParts, ReplicaLimits
 from raydix.actors.ingress.manager_link import ManagerAnswers, ManagerLink
@@ -19,7 +21,9 @@ from raydix.actors.metric_values import MetricFamily
 from raydix.actors.metrics import HoldMetrics, IngressMetrics
 from raydix.actors.process_metrics import ProcessMetrics
 from raydix.actors.runtime import Runtime
+from raydix.actors.tracing import Recorder
 from raydix.configs.schema import Config
+from raydix.configs.sections import INGRESS
 from raydix.configs.settings import tenants
 from raydix.engine.api.batches import LineLimits
 from raydix.engine.api.validation import BodyRules
@@ -87,7 +91,11 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
     room = Room(replica_limits(config).max_requests, all_tenants)
     # One process has one name: workers and the manager never take a new process for one that they follow.
     ingress_id = f"{replica_id}-{secrets.token_hex(4)}"
-    dispatcher = _dispatcher(config, model.identity, manager, metrics, models, name=ingress_id, runtime=runtime)
+    recorder = Recorder(replica_id, INGRESS)
+    deliveries = Deliveries(metrics, recorder)
+    dispatcher = _dispatcher(
+        config, model.identity, manager, metrics, models, deliveries, name=ingress_id, runtime=runtime
+    )
 
     # All names of kept answers hash the model, so that ids of another model's tokens are never found.
     answers, root = ManagerAnswers(manager), root_hash(model.identity.fingerprint)
@@ -140,6 +148,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
         accounting=Accounting(metrics, Refusals()),
         requests=requests,
         queues=queues,
+        trace=ClusterTrace(recorder, workers=lambda: dispatcher.workers, find=runtime.find_worker),
         metrics=ClusterMetrics(
             ReplicaMetrics(replica_id, families, model.served.name, _about(model)),
             manager,
@@ -203,6 +212,7 @@ def _dispatcher(
     manager: ManagerLink,
     metrics: IngressMetrics,
     models: ServedModels,
+    deliveries: Deliveries,
     *,
     name: str,
     runtime: Runtime,
@@ -213,7 +223,7 @@ def _dispatcher(
         manager=manager,
         model=_model_facts(config, identity),
         on_failover=metrics.failed_over,
-        on_gap=metrics.token_gap,
+        on_delivery=deliveries.took,
         adapters=models,
     )
 

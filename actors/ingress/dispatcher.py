@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from raydix.actors.calls import quietly, sleep
+from raydix.actors.ingress.deliveries import Delivery
 from raydix.actors.ingress.manager_link import ManagerLink
 from raydix.actors.names import incarnation_name
 from raydix.actors.processes import ProcessWatch, own_process
@@ -103,8 +104,8 @@ class _Delivery:
 
     inbox: list[TokenEvent] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    last_at: float | None = None
-    """Monotonic time at which the last tokens came; None before the first."""
+    last_at: float = field(default_factory=time.monotonic)
+    """Monotonic time at which the last tokens came, or the request began."""
 
 
 class _Alarm:
@@ -172,11 +173,10 @@ class Dispatcher:
         on_failover: Callable[[], None],
         timeouts: Timeouts | None = None,
         adapters: AdapterTable | None = None,
-        on_gap: Callable[[float], None] = lambda seconds: None,
+        on_delivery: Callable[[Delivery], None] = lambda delivery: None,
     ) -> None:
-        """`on_failover` is told of each failover, `on_gap` of the seconds between two deliveries of a request's
-        tokens."""
-        self._on_gap = on_gap
+        """`on_failover` is told of each failover, `on_delivery` of all tokens."""
+        self._on_delivery = on_delivery
         self._adapters = adapters or NoAdapters()
         self._ingress_id = ingress_id
         self._runtime = runtime
@@ -273,10 +273,9 @@ class Dispatcher:
                 delivery.inbox += events
                 delivery.arrived.set()
                 if events:
-                    now, last_at = time.monotonic(), delivery.last_at
-                    delivery.last_at = now
-                    if last_at is not None:
-                        self._on_gap(now - last_at)
+                    since, delivery.last_at = delivery.last_at, time.monotonic()
+                    first = events[0].position
+                    self._on_delivery(Delivery(request_id, first, len(events), since, delivery.last_at))
             case Admit(request):
                 self._admits.append(request)
             case AskAgain(request_id):

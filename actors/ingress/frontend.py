@@ -14,6 +14,7 @@ from http import HTTPStatus
 from raydix.actors.ingress.adapters import AdapterOperations
 from raydix.actors.ingress.cache_control import CacheOperations
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics
+from raydix.actors.ingress.cluster_trace import ClusterTrace
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.queue_watch import QueueWatch
 from raydix.engine.api.batches import LineAnswer, failed_answer
@@ -83,6 +84,7 @@ class FrontendParts:
     accounting: Accounting
     requests: RequestTable
     queues: QueueWatch
+    trace: ClusterTrace
     metrics: ClusterMetrics
 
 
@@ -97,6 +99,7 @@ class Frontend:
         self.accounting = parts.accounting
         self.requests = parts.requests
         self.metrics = parts.metrics
+        self.trace = parts.trace
         self._queues = parts.queues
         self._models = parts.models
         self._room = parts.room

@@ -27,12 +27,14 @@ from raydix.actors.metric_values import MetricFamily
 from raydix.actors.metrics import HoldMetrics
 from raydix.actors.names import incarnation_name
 from raydix.actors.runtime import Runtime, Words
+from raydix.actors.tracing import Recorded, Recorder
 from raydix.actors.worker.engine_thread import EngineThread
 from raydix.actors.worker.export_stream import ExportStream
 from raydix.actors.worker.held_adapters import HeldAdapters
 from raydix.actors.worker.measurements import Measurements, engine_statistics
 from raydix.actors.worker.registrar import Incarnation, Registrar
 from raydix.actors.worker.segment_import import import_segment
+from raydix.actors.worker.step_spans import span_of_import, spans_of_step
 from raydix.actors.worker.token_streams import TokenStreams
 from raydix.configs.schema import LoggingSection
 from raydix.engine.background import Background
@@ -123,6 +125,7 @@ class Worker:
         self._runtime = runtime
         self._holds = HoldMetrics(worker_id)
         self._process = runtime.process_metrics(worker_id)
+        self._recorder = Recorder(worker_id, str(role))
 
         # torch is imported here, in the worker's own process, and not in that of the host that starts it.
         from raydix.engine.model.build import build_engine
@@ -250,7 +253,10 @@ class Worker:
         self, header: SegmentHeader, payload: "Sequence[ray.ObjectRef[Any]]", patience_s: float | None
     ) -> ImportReport:
         """Fetch a segment and take its blocks into the pool (`segment_import.import_segment`)."""
+        started_at = time.monotonic()
         report = await import_segment(self._thread.ask, header, payload, patience_s)
+        if self._recorder.is_on:
+            self._recorder.add([span_of_import(header, report, started_at, time.monotonic() - started_at)])
         if report.fate is Imported.TAKEN and report.seconds is not None:
             self._measurements.imported(header.num_bytes, report.seconds)
         return report
@@ -312,6 +318,10 @@ class Worker:
         process = () if self._process is None else self._process.families()
         return (*self._measurements.families(), *families_of(self._holds), *process)
 
+    async def trace(self, seconds: float) -> Recorded:
+        """Record steps, requests' parts of them and transfers for so long."""
+        return await self._recorder.record(seconds)
+
     # Inside
 
     def _take_on(self, engine: "Engine", assignments: Sequence[Assignment], now: float) -> None:
@@ -340,6 +350,8 @@ class Worker:
             self._exports.put(segment)
         if result.sealed or result.evicted:
             self._exports.put(ExportItem(sealed=result.sealed, evicted=result.evicted))
+        if self._recorder.is_on:
+            self._recorder.add(spans_of_step(result))
         if result.has_computed:
             asyncio.get_running_loop().call_soon(self._measurements.step, result)
 

@@ -18,6 +18,20 @@ def flag(query: Mapping[str, str], name: str) -> bool:
     return _FLAGS[value.lower()]
 
 
+def seconds(query: Mapping[str, str], name: str, *, default: float, most: float) -> float:
+    """The value of a parameter that is a time. Raises RequestError for one that is no number above 0 and up to
+    `most`."""
+    text = query.get(name, str(default))
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= most:
+        what = f"'{name}' must be a number of seconds above 0 and up to {most:g}"
+        raise RequestError(f"{what}, got '{text[:100]}'.", param=name)
+    return value
+
+
 def one_of(query: Mapping[str, str], name: str, *values: str) -> str:
     """The value of a parameter, by default the first of `values`. Raises RequestError for a value that is not among
     them."""

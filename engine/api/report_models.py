@@ -43,6 +43,17 @@ class ServerInfo(Shape):
     system_env: dict[str, str | int | None] = Field(description="Versions, and the machine of the replica.")
 
 
+class ChromeTrace(Shape):
+    """What processes did for some seconds, in Chrome's format."""
+
+    traceEvents: list[dict[str, Any]] = Field(description="Slices of time by process and row, and arrows.")
+    displayTimeUnit: Literal["ms"] = Field(description="Unit in which times are shown.")
+    otherData: dict[str, Any] = Field(
+        description="`started_at`, the time of the first slice; slices `dropped` beyond the limit of each process; "
+        "workers that did not answer (`missing`)."
+    )
+
+
 class CacheReset(Shape):
     """Blocks that were forgotten."""
 

@@ -56,6 +56,7 @@ from raydix.engine.api.report_models import (
     CacheEvent,
     CacheReport,
     CacheReset,
+    ChromeTrace,
     Explanation,
     Health,
     Load,
@@ -801,6 +802,9 @@ RESET_PREFIX_CACHE = Route(
 
 # Operation
 
+TRACE_S, MAX_TRACE_S = 5.0, 60.0
+"""Seconds of a trace, by default and at most."""
+
 HEALTH = Route(
     "GET",
     "/health",
@@ -831,6 +835,19 @@ METRICS = Route(
     "Metrics of this replica, the workers and the manager, in Prometheus' text format. For administrators.",
     access=Access.ADMINISTRATORS,
     response="text/plain; version=0.0.4; charset=utf-8",
+)
+
+TRACE = Route(
+    "POST",
+    "/v1/debug/trace",
+    "trace",
+    "Record what this replica and all workers do, and return a Chrome trace, for Perfetto: steps, each request's part "
+    "of them, imports, hand-overs, and the time of each token. For administrators.",
+    operation="record_trace",
+    access=Access.ADMINISTRATORS,
+    response=ChromeTrace,
+    parameters=(Parameter("seconds", "query", f"Time to record, up to {MAX_TRACE_S:g}; by default {TRACE_S:g}."),),
+    errors=(RequestError, OverloadedError),
 )
 
 SERVER_INFO = Route(

@@ -28,7 +28,7 @@ from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
-from raydix.engine.core.worker.step import CopyBlock, Move, SchedulerOutput, SwapDrop, SwapIn, SwapOut
+from raydix.engine.core.worker.step import CopyBlock, Move, ScheduledChunk, SchedulerOutput, SwapDrop, SwapIn, SwapOut
 from raydix.engine.core.worker.swaps import SwapPolicy
 from raydix.engine.model.adapter_store import AdapterStore
 from raydix.engine.model.exchange import BlockStore, Exchange, ExportedSegment
@@ -53,6 +53,8 @@ class StepResult:
     finished: tuple[Request, ...] = ()
     answered: tuple[Request, ...] = ()
     """Requests whose prompt was completed in the step."""
+    chunks: tuple[ScheduledChunk, ...] = ()
+    """Parts of the requests in the step."""
     shape: StepShape = NOTHING_COMPUTED
     """Work in the step; nothing where only requests have failed, or the pool has changed."""
     failures: tuple[TokenEvent, ...] = ()
@@ -247,6 +249,7 @@ class Engine:
             segments=segments,
             finished=outcome.finished,
             answered=outcome.answered,
+            chunks=output.chunks,
             shape=_shape(output, self.store.block_bytes),
             failures=failures,
             is_typical=step.is_whole,

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from raydix.actors.ingress.adapters import AdapterLimits, AdapterOperations
 from raydix.actors.ingress.cache_control import CacheOperations
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
+from raydix.actors.ingress.cluster_trace import ClusterTrace
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.frontend import Frontend, FrontendParts
 from raydix.actors.ingress.manager_link import Call, ManagerAnswers, ManagerLink
@@ -23,6 +24,7 @@ from raydix.actors.local import LocalRuntime
 from raydix.actors.metric_values import MetricFamily
 from raydix.actors.metrics import ReplicaQueues
 from raydix.actors.rpc import ManagerClient
+from raydix.actors.tracing import Recorder
 from raydix.engine.api.context_edits import edited
 from raydix.engine.api.conversations import parse_conversations
 from raydix.engine.api.openai_responses.conversations import resolved
@@ -514,6 +516,7 @@ class Replica:
             renderers=renderers(self.rendering, self.output.pieces, self.responses, conversations),
             accounting=self.accounting,
             requests=self.requests,
+            trace=ClusterTrace(Recorder("r", "ingress"), lambda: (), LocalRuntime().find_worker),
             queues=QueueWatch(self.ledger, self.requests, self.room, self.reader),
             metrics=metrics,
         )

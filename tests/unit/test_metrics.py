@@ -9,13 +9,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generate import metrics_page
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
+from raydix.actors.ingress.deliveries import Deliveries
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.manager_link import ManagerLink
 from raydix.actors.ingress.queue_watch import QueueWatch
 from raydix.actors.instruments import families_of
 from raydix.actors.manager.kv_cache_manager import KVCacheManager
+from raydix.actors.metric_values import MetricFamily
 from raydix.actors.metrics import HoldMetrics, IngressMetrics
 from raydix.actors.process_metrics import ProcessMetrics
+from raydix.actors.tracing import Recorder
 from raydix.engine.core.ingress.room import Room
 from raydix.engine.serving.request_table import RequestTable
 from tests.unit.builders import FINGERPRINT
@@ -38,16 +41,16 @@ class MeasuredScene(Scene):
 
     async def start(self, worker_silent_s: float = 30.0) -> tuple[KVCacheManager, Dispatcher]:
         manager, dispatcher = await super().start(worker_silent_s)
-        dispatcher._on_gap = self.ingress.token_gap
+        dispatcher._on_delivery = Deliveries(self.ingress, Recorder("r", "ingress")).took
         queues = QueueWatch(self.ingress, self.requests, self.room, FakeReader(LetterTokenizer()))
         process = ProcessMetrics("r")
 
-        def families() -> tuple[object, ...]:
+        def families() -> tuple[MetricFamily, ...]:
             queues.look()
             return (*families_of(self.ingress), *families_of(self.holds), *process.families())
 
         self.metrics = ClusterMetrics(
-            ReplicaMetrics("r", families, "small", {"fingerprint": FINGERPRINT}),  # type: ignore[arg-type]
+            ReplicaMetrics("r", families, "small", {"fingerprint": FINGERPRINT}),
             ManagerLink(self.local),
             lambda: dispatcher.workers,
             self.local.find_worker,

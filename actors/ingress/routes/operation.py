@@ -16,7 +16,7 @@ from raydix.actors.ingress.exposition import CONTENT_TYPE
 from raydix.actors.ingress.http import json_response, while_connected
 from raydix.actors.ingress.routes.replica import Endpoint, replica
 from raydix.configs.schema import Config
-from raydix.engine.api import routes
+from raydix.engine.api import parameters, routes
 from raydix.engine.api.adapters import parse_load, parse_unload
 from raydix.engine.api.parameters import flag, one_of, unsupported
 from raydix.engine.api.responses import Json
@@ -35,6 +35,11 @@ async def load(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     text = await while_connected(request, replica(request).frontend.metrics.text())
     return Response(text, media_type=CONTENT_TYPE)
+
+
+async def trace(request: Request) -> Response:
+    seconds = parameters.seconds(request.query_params, "seconds", default=routes.TRACE_S, most=routes.MAX_TRACE_S)
+    return json_response(await while_connected(request, replica(request).frontend.trace.record(seconds)))
 
 
 async def show_server_info(request: Request) -> Response:
@@ -70,6 +75,7 @@ ENDPOINTS: Mapping[Route, Endpoint] = {
     routes.PING_BY_POST: health,
     routes.LOAD: load,
     routes.METRICS: metrics,
+    routes.TRACE: trace,
     routes.SERVER_INFO: show_server_info,
     routes.RESET_PREFIX_CACHE: reset_prefix_cache,
     routes.LOAD_ADAPTER: load_adapter,

@@ -1,0 +1,59 @@
+"""What a worker's trace has of a step and of an import."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from raydix.actors.messages import ImportReport
+from raydix.actors.tracing import Span
+from raydix.engine.core.types import SegmentHeader
+
+if TYPE_CHECKING:  # the engine imports torch, which only a worker's process needs
+    from raydix.engine.core.worker.step import ScheduledChunk
+    from raydix.engine.model.engine import StepResult
+
+STEPS, TRANSFERS = "steps", "transfers"
+"""Rows that are no request's."""
+
+
+def spans_of_step(result: "StepResult") -> Iterator[Span]:
+    """The step, its part for each request, the waits that it ended, and the segments that it sent."""
+    if not result.has_computed:
+        return
+    shape, began, took = result.shape, result.started_at, result.step_s
+    name = f"{shape.num_prefill_tokens} prompt tokens, {shape.num_decodes} decodes"
+    yield Span(STEPS, name, began, took, {"drafted": shape.num_draft_tokens})
+    for chunk in result.chunks:
+        about = {"from": chunk.start, "tokens": chunk.num_tokens}
+        yield Span(chunk.request.request_id, _name(chunk), began, took, about)
+    for request in result.answered:
+        if request.started_at is not None:
+            waited_s = max(0.0, request.started_at - request.submitted_at)
+            yield Span(request.request_id, "waiting", request.submitted_at, waited_s, {})
+    for segment in result.segments:
+        yield _sent(segment.header, result.ended_at)
+
+
+def _sent(header: SegmentHeader, at: float) -> Span:
+    about: dict[str, object] = {"blocks": len(header.hashes), "bytes": header.num_bytes}
+    if header.handover is None:
+        return Span(TRANSFERS, "export", at, 0.0, about)
+    name = header.handover.request_id
+    return Span(TRANSFERS, "hand over", at, 0.0, {**about, "request": name}, transfer=name)
+
+
+def _name(chunk: "ScheduledChunk") -> str:
+    end = chunk.start + chunk.num_tokens
+    if chunk.start < len(chunk.request.assignment.token_ids):
+        return f"prefill {chunk.start} to {end}"
+    drafted = f", {len(chunk.draft)} drafted" if chunk.draft else ""
+    return f"decode {chunk.start - chunk.request.assignment.num_prompt_tokens + 1}{drafted}"
+
+
+def span_of_import(header: SegmentHeader, report: ImportReport, started_at: float, seconds: float) -> Span:
+    """A segment that came, or did not."""
+    about: dict[str, object] = {"blocks": len(header.hashes), "bytes": header.num_bytes, "fate": report.fate.name}
+    if header.handover is None:
+        return Span(TRANSFERS, "import", started_at, seconds, about)
+    name = header.handover.request_id
+    about["request"] = name
+    return Span(TRANSFERS, "take over", started_at, seconds, about, transfer=name, is_arrival=True)
