@@ -66,6 +66,25 @@ from raydix.engine.core.types import (
 logger = logging.getLogger(__name__)
 
 
+def log_placed(admission: Admission, request: AdmitRequest) -> None:
+    """Log the workers of a request, under the id that it has in every process."""
+    workers = admission.prefill if admission.prefill == admission.decode else f"{admission.prefill}, {admission.decode}"
+    logger.info(
+        "%s placed at %s",
+        request.request_id,
+        workers,
+        extra=about(
+            "placed",
+            request=request.request_id,
+            attempt=request.attempt,
+            prefill=admission.prefill,
+            decode=admission.decode,
+            tokens=request.num_tokens,
+            awaited_blocks=len(admission.prefill_awaited),
+        ),
+    )
+
+
 class KVCacheManager:
     """Index of the cluster's prefixes and owner of its exported KV: the methods that others call."""
 
@@ -264,6 +283,7 @@ class KVCacheManager:
                 admissions.append(error.paused)
                 continue
             self._executor.carry_out(instructions)
+            log_placed(admission, request)
             # From here on the request ends with its ingress replica, if that dies.
             self._ingresses.admitted(request.ingress_id, request.request_id)
             admissions.append(self._memory.with_continuations(admission, request))

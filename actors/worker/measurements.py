@@ -12,9 +12,11 @@ from raydix.actors.metric_values import MetricFamily
 from raydix.actors.metrics import WorkerMetrics
 from raydix.actors.worker.engine_thread import EngineThread
 from raydix.engine.core.costs import CostFit, WorkerCosts
+from raydix.engine.core.log_fields import about
 from raydix.engine.core.types import Role
 
 if TYPE_CHECKING:  # the engine imports torch, which only a worker's process needs
+    from raydix.engine.core.worker.request import Request
     from raydix.engine.model.engine import Engine, StepResult
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class Measurements:
         """Count a step, and fit the cost model to its time."""
         for request in result.finished:
             self._metrics.finished(request, result.ended_at)
+            log_computed(request, result.ended_at)
         for request in result.answered:
             self._metrics.answered(request, result.ended_at)
         self._metrics.step(result.shape, result.step_s)
@@ -91,6 +94,31 @@ class Measurements:
             if self._has_measured:
                 thread.post(partial(_learn_costs, self._costs.costs()))
             await asyncio.sleep(REPORT_S)
+
+
+def log_computed(request: "Request", at: float) -> None:
+    """Log the end of a request's part at this worker."""
+    started_at = at if request.started_at is None else request.started_at
+    # Of a request that another worker handed over, with the token that came along.
+    num_answer = request.num_output - request.num_given
+    logger.info(
+        "%s: %d tokens of the answer in %.3f s",
+        request.request_id,
+        num_answer,
+        at - started_at,
+        extra=about(
+            "computed",
+            request=request.request_id,
+            attempt=request.assignment.attempt,
+            stage=request.assignment.stage,
+            tokens=len(request.assignment.token_ids),
+            cached_tokens=request.num_cached_tokens,
+            completion_tokens=num_answer,
+            preemptions=request.num_preemptions,
+            waited_s=round(started_at - request.submitted_at, 4),
+            took_s=round(at - started_at, 4),
+        ),
+    )
 
 
 def _learn_costs(costs: WorkerCosts, engine: "Engine") -> None:

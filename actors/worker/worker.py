@@ -203,12 +203,20 @@ class Worker:
         self._tokens.begin(assignments)
         now = time.monotonic()
         self._thread.post(lambda engine: self._take_on(engine, assignments, now))
+        if logger.isEnabledFor(logging.DEBUG):
+            for each in assignments:
+                extra = about("taken_on", request=each.request_id, attempt=each.attempt, stage=each.stage)
+                logger.debug("%s taken on", each.request_id, extra=extra)
 
     async def abort(self, request_id: str, attempt: int, has_ended: bool = False) -> None:
         """Forget a request, unless a later attempt of it has come: Ray may change the order of calls. An unknown
         request has ended, or its submission is late, and then it runs for nobody. `has_ended`: the request is complete,
         not cut short."""
         if self._tokens.attempts.forget(request_id, attempt):
+            subject = {"request": request_id, "attempt": attempt}
+            # A request whose answer was complete before, by a stop string, was not cut short.
+            extra = about("stopped", **subject) if has_ended else about("aborted", **subject)
+            logger.info("%s %s", request_id, "stopped" if has_ended else "aborted", extra=extra)
             now = time.monotonic()
             self._thread.post(lambda engine: engine.abort([request_id], now, has_ended=has_ended))
 
@@ -356,6 +364,8 @@ class Worker:
             asyncio.get_running_loop().call_soon(self._measurements.step, result)
 
         for event in result.failures:
+            extra = about("not_computed", request=event.request_id, attempt=event.attempt)
+            logger.info("%s cannot be computed here", event.request_id, extra=extra)
             self._tokens.attempts.end(event.request_id, event.attempt)
         for request in result.finished:
             self._tokens.attempts.end(request.request_id, request.assignment.attempt)

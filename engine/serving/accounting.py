@@ -130,6 +130,21 @@ def log_request(job: Job, finished: FinishedRequest, *, num_cached: int, duratio
     )
 
 
+def log_begun(job: Job) -> None:
+    """Log at debug level that a request begins, so that one which never ends has left a line."""
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    extra = about(
+        "request_begun",
+        request=job.request_id,
+        tenant=job.tenant.name,
+        choices=len(job.answers),
+        prompt_tokens=len(job.answers[0].generation.prompt),
+        stream=job.spec.form.stream,
+    )
+    logger.debug("%s begins", job.request_id, extra=extra)
+
+
 OTHER_ROUTE, HANDLE, BATCH = "other", "handle", "batch"
 """Places in the metrics of errors that are no route: paths without one, the Python handle, and lines of batches."""
 
@@ -161,6 +176,7 @@ class Accounting:
     @contextmanager
     def request(self, job: Job) -> Iterator[None]:
         """Account for the request when the block ends, in whatever way."""
+        log_begun(job)
         try:
             yield
         finally:
