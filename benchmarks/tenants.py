@@ -4,9 +4,9 @@
     python -m benchmarks.tenants --keys HEAVY LIGHT [--url http://127.0.0.1:8000] [--share 4] [--times 20] [--json FILE]
 
 The heavy tenant keeps `share` requests under way, or `times` as many; the light one sends a request now and then, at
-times and with prompts that are drawn once and for all. `benchmarks.fairness` asks the same of the production scheduler
-in virtual time; here are the processes, the network and the model. The generator takes a part of the server's own
-processors, most of it beside the flood.
+times and with prompts that are drawn once and for all. `tests/unit/tenant_simulation.py` asks the same of the
+production scheduler in virtual time; here are the processes, the network and the model. The generator takes a part of
+the server's own processors, most of it beside the flood.
 """
 
 import argparse

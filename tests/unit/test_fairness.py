@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import fairness
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.tenants import Tenant
@@ -17,6 +16,7 @@ from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.core.worker.step import chunk_of
 from raydix.engine.core.worker.virtual_time import VirtualTime, chunk_s
 from tests.unit.builders import VOCAB, FakeModel, chain_of, make_assignment, run_all, step, submit
+from tests.unit.tenant_simulation import measure
 
 MakeScheduler = Callable[..., Scheduler]
 COSTS = WorkerCosts(step_s=0.0, prefill_token_s=1.0, decode_token_s=1.0)
@@ -296,7 +296,7 @@ def test_one_tenant_alone_is_ordered_as_without_tenants(make_scheduler: MakeSche
 
 def test_a_flood_of_one_tenant_does_not_reach_the_other() -> None:
     """The production scheduler, placement and room: first tokens of the light tenant, and all that is computed."""
-    found = fairness.measure(seconds=6.0, times=20.0)
+    found = measure(seconds=6.0, times=20.0)
     calm, blind, shared = (found[name] for name in list(found)[1:])
     assert blind.light_p90_ms > 5 * calm.light_p90_ms, "without shares the other tenant waits"
     assert shared.light_p90_ms < 1.6 * calm.light_p90_ms
@@ -305,7 +305,7 @@ def test_a_flood_of_one_tenant_does_not_reach_the_other() -> None:
 
 
 def test_the_figures_are_the_same_each_time() -> None:
-    assert fairness.measure(1.0, 4.0) == fairness.measure(1.0, 4.0)
+    assert measure(1.0, 4.0) == measure(1.0, 4.0)
 
 
 @pytest.mark.parametrize("tenant", ["a", "b"])

@@ -1,7 +1,4 @@
 """Shares of computing among tenants, in virtual time: one tenant asks for many times its share, another for little.
-
-    python -m benchmarks.fairness [--seconds 60] [--times 20] [--json FILE]
-
 The room of the ingress, the manager's placement and the workers' schedulers are the production ones; a step lasts as
 long as the costs say. Deterministic: the same arguments give the same figures on every machine. `blind` has all
 requests in one tenant's name, as a scheduler that does not look at tenants has them.
@@ -9,12 +6,10 @@ requests in one tenant's name, as a scheduler that does not look at tenants has 
 
 import heapq
 import random
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 
-from benchmarks.command import begin, command_parser
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import OverloadedError
 from raydix.engine.core.hashing import root_hash
@@ -209,20 +204,3 @@ def measure(seconds: float, times: float) -> dict[str, Figures]:
         name: Simulation(is_blind=is_blind).run(sorted(requests, key=lambda each: each.at_s), seconds)
         for name, (is_blind, requests) in runs.items()
     }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a table."""
-    parser = command_parser("benchmarks.fairness", __doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="virtual seconds (default: %(default)s)")
-    parser.add_argument("--times", type=float, default=20.0, help="load of the heavy tenant, in its shares")
-    options, output = begin(parser, arguments)
-    found = measure(options.seconds, options.times)
-    for name, figures in found.items():
-        print(f"{name:28}", *(f"{key} {value}" for key, value in asdict(figures).items()), sep="  ")
-    output.write({name: asdict(each) for name, each in found.items()})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
