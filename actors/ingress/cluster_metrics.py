@@ -66,6 +66,8 @@ class ClusterMetrics:
         self._timeout_s = timeout_s
         self._clients: dict[tuple[str, int], WorkerClient] = {}
         self._gathering: asyncio.Task[str] | None = None
+        # Once: the version is read from the package's files.
+        self._infos = (_build_info(own.model), _model_info(own))
 
     async def text(self) -> str:
         """The metrics in Prometheus' text format, after `timeout_s` at most."""
@@ -89,7 +91,7 @@ class ClusterMetrics:
 
         answered = (families for families in (manager, *others) if families is not None)
         gathered = [replace(UP, values=up), *self._own.families(), *(each for some in answered for each in some)]
-        families = merged([_build_info(self._own.model), _model_info(self._own), *gathered])
+        families = merged([*self._infos, *gathered])
         return exposition([*families, *aliases(families, self._own.model)])
 
     async def _of_manager(self) -> Sequence[MetricFamily] | None:

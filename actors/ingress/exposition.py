@@ -1,10 +1,10 @@
 """Prometheus' text format (0.0.4) of metrics' values.
 
-A scrape runs in the event loop between other requests' tokens, so each line is written by one expression, and the text
-of a sample's labels is made once.
+A scrape runs in the event loop between other requests' tokens, so what does not change from scrape to scrape, which is
+all but the values, is made once.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate
 
@@ -12,48 +12,51 @@ from raydix.actors.metric_values import Distribution, Labels, MetricFamily
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_KEPT = 1 << 14
-"""Texts of labels that are kept between scrapes."""
+"""Beginnings of lines that are kept between scrapes, of each kind."""
 
 
 def exposition(families: Iterable[MetricFamily]) -> str:
     """The families in Prometheus' text format; each name may appear once."""
-    return "".join(line for family in families for line in _lines(family))
+    return "".join(map(_text, families))
 
 
-def _lines(family: MetricFamily) -> Iterator[str]:
+def _text(family: MetricFamily) -> str:
     name = f"{family.name}_total" if family.kind == "counter" else family.name
-    description = family.description.replace("\\", r"\\").replace("\n", r"\n")
-    yield f"# HELP {name} {description}\n# TYPE {name} {family.kind}\n"
+    lines = [_head(name, family.kind, family.description)]
     for labels, value in family.values.items():
         if isinstance(value, Distribution):
-            yield from _histogram(name, _text(labels), value, family.bounds)
+            buckets, total, count = _histogram(name, labels, family.bounds)
+            counts = list(accumulate(value.counts))
+            lines += [f"{start}{number}\n" for start, number in zip(buckets, counts, strict=True)]
+            lines.append(f"{total}{value.total!r}\n{count}{counts[-1]}\n")
         else:
-            yield f"{name}{_in_braces(_text(labels))} {value!r}\n"
-
-
-def _histogram(name: str, labels: str, value: Distribution, bounds: tuple[float, ...]) -> Iterator[str]:
-    start = f'{name}_bucket{{{labels}{"," if labels else ""}le="'
-    count = 0
-    for bound, count in zip((*map(_bound, bounds), "+Inf"), accumulate(value.counts), strict=True):
-        yield f'{start}{bound}"}} {count}\n'
-    braces = _in_braces(labels)
-    yield f"{name}_sum{braces} {value.total!r}\n{name}_count{braces} {count}\n"
-
-
-def _in_braces(labels: str) -> str:
-    return f"{{{labels}}}" if labels else ""
+            lines.append(f"{_sample(name, labels)}{value!r}\n")
+    return "".join(lines)
 
 
 @lru_cache(MAX_KEPT)
-def _text(labels: Labels) -> str:
-    """The labels without their braces."""
-    return ",".join(f'{key}="{_escaped(value)}"' for key, value in labels)
+def _head(name: str, kind: str, description: str) -> str:
+    escaped = description.replace("\\", r"\\").replace("\n", r"\n")
+    return f"# HELP {name} {escaped}\n# TYPE {name} {kind}\n"
+
+
+@lru_cache(MAX_KEPT)
+def _sample(name: str, labels: Labels) -> str:
+    """A line up to its value."""
+    pairs = ",".join(f'{key}="{_escaped(value)}"' for key, value in labels)
+    return f"{name}{{{pairs}}} " if labels else f"{name} "
+
+
+@lru_cache(MAX_KEPT)
+def _histogram(name: str, labels: Labels, bounds: tuple[float, ...]) -> tuple[tuple[str, ...], str, str]:
+    """The lines of the buckets, of the sum, and of the count, up to their values."""
+    buckets = tuple(_sample(f"{name}_bucket", (*labels, ("le", bound))) for bound in (*map(_bound, bounds), "+Inf"))
+    return buckets, _sample(f"{name}_sum", labels), _sample(f"{name}_count", labels)
 
 
 def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
-@lru_cache(MAX_KEPT)
 def _bound(bound: float) -> str:
     return repr(int(bound) if bound.is_integer() else bound)

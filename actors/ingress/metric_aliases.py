@@ -5,12 +5,13 @@ labels that a metric has here they have the model's, by which such dashboards se
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
 
-from raydix.actors.metric_values import Distribution, Labels, MetricFamily, labels_of, merged
+from raydix.actors.metric_values import Labels, MetricFamily, labels_of, merged
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Alias:
     """Another name of a metric; both names are those of counters without `_total`."""
 
@@ -88,24 +89,32 @@ OPEN_TELEMETRY = (
 """OpenTelemetry's `gen_ai.server.*`, as Prometheus writes its names."""
 
 
+MAX_KEPT = 1 << 14
+"""Labels of aliases that are kept between scrapes."""
+
+
 def aliases(families: Iterable[MetricFamily], model: str) -> list[MetricFamily]:
     """The families under their other names, for a model of this name."""
     found = {family.name: family for family in families}
-    named = [(alias, {"model_name": model}) for alias in VLLM]
-    named += [(alias, {"gen_ai_request_model": model}) for alias in OPEN_TELEMETRY]
+    named = [(alias, ("model_name", model)) for alias in VLLM]
+    named += [(alias, ("gen_ai_request_model", model)) for alias in OPEN_TELEMETRY]
     return merged(_alias(found[alias.ours], alias, more) for alias, more in named if alias.ours in found)
 
 
-def _alias(family: MetricFamily, alias: Alias, more: Mapping[str, str]) -> MetricFamily:
-    values: dict[Labels, float | Distribution] = {}
-    for labels, value in family.values.items():
-        tags = {**alias.more, **more}
-        for key, own in labels:
-            known = alias.values.get(key)
-            if known is not None and own not in known:
-                break
-            if key not in alias.left_out:
-                tags[alias.labels.get(key, key)] = own if known is None else known[own]
-        else:
-            values[labels_of(tags)] = value
-    return replace(family, name=alias.theirs, values=values)
+def _alias(family: MetricFamily, alias: Alias, more: tuple[str, str]) -> MetricFamily:
+    named = ((_labels(alias, labels, more), value) for labels, value in family.values.items())
+    values = {labels: value for labels, value in named if labels is not None}
+    return MetricFamily(alias.theirs, family.kind, family.description, values, family.bounds)
+
+
+@lru_cache(MAX_KEPT)
+def _labels(alias: Alias, labels: Labels, more: tuple[str, str]) -> Labels | None:
+    """The labels of a sample under its other name; None if the sample has none."""
+    tags = {**alias.more, more[0]: more[1]}
+    for key, own in labels:
+        known = alias.values.get(key)
+        if known is not None and own not in known:
+            return None
+        if key not in alias.left_out:
+            tags[alias.labels.get(key, key)] = own if known is None else known[own]
+    return labels_of(tags)
