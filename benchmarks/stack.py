@@ -179,9 +179,9 @@ def move_blocks(engine: Engine, put: Callable[[Bytes], Any], get: Callable[[Any]
     a copy, too, unless it is a view of the store's memory.
     """
     hashes = engine.pool.hashes()
-    counting = CountingStore(engine.store)
+    counting = CountingStore(engine.exchange.store)
     started = time.perf_counter()
-    engine.store = counting
+    engine.exchange.store = counting
     [segment], missing = engine.exchange.export(hashes, 0.0)
     assert not missing
     ref = put(segment.payload)
@@ -191,7 +191,7 @@ def move_blocks(engine: Engine, put: Callable[[Bytes], Any], get: Callable[[Any]
     payload = get(ref)
     assert engine.exchange.import_segment(segment.header, payload, 0.0)
     import_s = time.perf_counter() - started
-    engine.store = counting.store
+    engine.exchange.store = counting.store
     assert engine.pool.hashes() == hashes
     num_copied = counting.num_bytes + segment.payload.nbytes + (payload.nbytes if payload.flags.owndata else 0)
     return export_s + import_s, num_copied / segment.payload.nbytes

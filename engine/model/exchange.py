@@ -63,7 +63,7 @@ class Exchange:
 
     def __init__(self, store: BlockStore, transfers: Transfers, imports: Imports, fingerprint: str) -> None:
         """`imports`: the requests that wait for blocks; `fingerprint`: of the KV, equal in all segments taken in."""
-        self._store = store
+        self.store = store
         self._transfers = transfers
         self._imports = imports
         self._fingerprint = fingerprint
@@ -107,7 +107,7 @@ class Exchange:
         return tuple(segments)
 
     def _is_intact(self, header: SegmentHeader, payload: Bytes) -> bool:
-        expected = len(header.hashes) * self._store.block_bytes
+        expected = len(header.hashes) * self.store.block_bytes
         intact = (
             header.fingerprint == self._fingerprint
             and payload.nbytes == expected
@@ -122,7 +122,7 @@ class Exchange:
         try:
             incoming = self._transfers.take_in(header, now)
             if incoming.blocks:
-                self._store.import_blocks(self._contents_of(incoming, payload), incoming.blocks)
+                self.store.import_blocks(self._contents_of(incoming, payload), incoming.blocks)
             is_filled = True
         except Exception:  # requests that wait for these blocks must go on without them
             logger.exception("a segment of %d blocks is not imported", len(header.hashes))
@@ -133,18 +133,18 @@ class Exchange:
         """Take the bytes of some blocks out of a segment's payload; not copied at the beginning of the payload."""
         num_blocks = len(incoming.blocks)
         if incoming.indexes == tuple(range(num_blocks)):
-            return payload[: num_blocks * self._store.block_bytes]
-        rows: Bytes = payload.reshape(-1, self._store.block_bytes)[list(incoming.indexes)]
+            return payload[: num_blocks * self.store.block_bytes]
+        rows: Bytes = payload.reshape(-1, self.store.block_bytes)[list(incoming.indexes)]
         return rows.reshape(-1)
 
     def _pack(self, export: ExportedBlocks, now: float) -> ExportedSegment:
         """Copy blocks out, or begin to, and release them."""
         nothing = np.empty(0, np.uint8)
         try:
-            payload = self._store.start_export(export.blocks) if export.blocks else nothing
+            payload = self.store.start_export(export.blocks) if export.blocks else nothing
         finally:
             self._transfers.release(export, now)
-        num_bytes = len(export.blocks) * self._store.block_bytes
+        num_bytes = len(export.blocks) * self.store.block_bytes
         header = SegmentHeader(
             fingerprint=self._fingerprint,
             hashes=export.hashes,

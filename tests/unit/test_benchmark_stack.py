@@ -23,7 +23,7 @@ def test_copies_are_counted(get: Callable[[Bytes], Bytes], num_copies: int) -> N
     while engine.step(0.0) is not None:
         pass
     assert move_blocks(engine, lambda payload: payload.copy(), get)[1] == num_copies
-    assert engine.store is model and pool.hashes() == hashes_of(PROMPT)
+    assert engine.exchange.store is model and pool.hashes() == hashes_of(PROMPT)
     engine.submit(make_assignment("b", (*PROMPT, 1), max_tokens=1), 0.0)
     assert engine.step(0.0) is not None, "the model attends to what was moved"
     engine.scheduler.check_integrity()

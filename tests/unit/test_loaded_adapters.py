@@ -26,7 +26,8 @@ from raydix.engine.model.engine import Engine
 from tests.unit.ingress import MODEL, Replica, Reply, Served, body_of, call
 from tests.unit.local_actors import LocalWorkers, MortalHandle, make_dispatcher, make_worker
 from tests.unit.served_app import app
-from tests.unit.test_data_plane import Hold, until
+from tests.unit.test_data_plane import Hold
+from tests.unit.waits import until
 
 KEYS = {"boss": "b", "other": "k"}
 BOSS = Tenant("boss", is_admin=True)

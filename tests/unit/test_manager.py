@@ -374,7 +374,7 @@ def test_stored_responses_outlive_a_manager_with_a_disk(tmp_path: Path) -> None:
             assert await manager.of_answers("keep_response", b"a", None, b"data")
         if keeps and folder is not None:
             await until(lambda: [*(folder / "responses").glob("*.response")])
-        found = await manager.of_answers("find_response", b"a", False)
+        found: list[bytes] = await manager.of_answers("find_response", b"a", False)
         if manager._disk is not None:
             manager._disk._files.close()
         return found

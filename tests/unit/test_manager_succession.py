@@ -27,7 +27,8 @@ from raydix.configs.sections import MANAGER, parts
 from raydix.engine.core.errors import ServiceError
 from raydix.engine.core.types import Role
 from tests.unit.local_actors import APP_NAME, LocalWorkers, MortalHandle, answer_of, make_dispatcher
-from tests.unit.test_data_plane import expected, prompt_of, until
+from tests.unit.test_data_plane import expected, prompt_of
+from tests.unit.waits import until
 
 LONG = tuple(range(90))
 NUM_TOKENS = 60

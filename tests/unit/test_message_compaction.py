@@ -122,7 +122,11 @@ def test_a_stream_has_the_summary_before_the_answer(served: Served) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_an_answer_that_pauses_ends_behind_the_summary(served: Served, stream: bool) -> None:
     made = replica()
-    fields = {"context_management": managed(pause_after_compaction=True), "min_tokens": 2, "stop_sequences": ["two"]}
+    fields: dict[str, Any] = {
+        "context_management": managed(pause_after_compaction=True),
+        "min_tokens": 2,
+        "stop_sequences": ["two"],
+    }
     reply = served(made, post(**fields, stream=stream))
     if stream:
         *_, block, _, end, _ = events_of(reply.body)

@@ -25,7 +25,8 @@ from tests.unit.builders import FINGERPRINT
 from tests.unit.ingress import FakeReader, LetterTokenizer, Replica
 from tests.unit.local_actors import answer_of
 from tests.unit.test_cluster_metrics import values
-from tests.unit.test_data_plane import NUM_TOKENS, Scene, expected, prompt_of, until
+from tests.unit.test_data_plane import NUM_TOKENS, Scene, expected, prompt_of
+from tests.unit.waits import until
 
 
 class MeasuredScene(Scene):

@@ -8,7 +8,8 @@ import pytest
 
 from tests.unit.ingress import Replica
 from tests.unit.local_actors import answer_of
-from tests.unit.test_data_plane import NUM_TOKENS, Scene, abouts, expected, prompt_of, scene, until
+from tests.unit.test_data_plane import NUM_TOKENS, Scene, abouts, expected, prompt_of, scene
+from tests.unit.waits import until
 
 __all__ = ["scene"]
 

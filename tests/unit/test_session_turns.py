@@ -12,7 +12,8 @@ from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.manager.turns import TurnLimits
 from raydix.engine.core.types import CacheHints, Role, Salt, Sampling
 from tests.unit.local_actors import make_dispatcher
-from tests.unit.test_data_plane import Scene, expected, until
+from tests.unit.test_data_plane import Scene, expected
+from tests.unit.waits import until
 
 NUM_AGENTS = 12
 NUM_TURNS = 3

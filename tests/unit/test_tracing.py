@@ -24,8 +24,9 @@ from raydix.engine.core.types import Role, WorkerInfo
 from tests.unit.ingress import Replica, Served, call
 from tests.unit.local_actors import answer_of
 from tests.unit.served_app import app
-from tests.unit.test_data_plane import NUM_TOKENS, Scene, expected, prompt_of, scene, until
+from tests.unit.test_data_plane import NUM_TOKENS, Scene, expected, prompt_of, scene
 from tests.unit.test_observe import KEY, serving
+from tests.unit.waits import until
 
 __all__ = ["scene"]
 
@@ -128,7 +129,7 @@ def test_nothing_is_recorded_without_a_recording_and_no_more_than_the_limit(
 
 def test_slices_that_overlap_have_lines_of_their_own() -> None:
     spans = (Span("row", "b", 11.0, 3.0, {}), Span("row", "a", 10.0, 2.0, {}), Span("row", "c", 12.0, 0.0, {}))
-    trace = chrome_trace([Recorded("w", "mixed", spans, 4)], missing=["x"])
+    trace: Any = chrome_trace([Recorded("w", "mixed", spans, 4)], missing=["x"])
     found = {event["name"]: event for event in trace["traceEvents"] if event["ph"] == "X"}
     assert {name: event["tid"] for name, event in found.items()} == {"a": 1, "b": 2, "c": 1}
     assert [found["a"]["ts"], found["b"]["ts"], found["b"]["dur"], found["c"]["dur"]] == [0, 1_000_000, 3_000_000, 1]
