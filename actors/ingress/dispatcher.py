@@ -142,9 +142,9 @@ class _QuietWorkers:
 
     def look(self, now: float) -> None:
         """Tell workers that answer nothing and compute from those that may be dead."""
-        for worker in self._dispatch.quiet_workers(now, PING_S):
+        for worker in self._dispatch.view.quiet(now, PING_S):
             if self._watch.computes(worker.process, now):
-                self._dispatch.computes(worker.worker_id, now)
+                self._dispatch.view.computes(worker.worker_id, now)
             # Words of another node are read by a call there, so once at a time for each worker.
             if worker.worker_id not in self._asked:
                 self._asked.add(worker.worker_id)
@@ -154,7 +154,7 @@ class _QuietWorkers:
         """Read the last words of a worker that has died, or answers nothing: the requests that may have stopped it."""
         try:
             name, node = incarnation_name(worker_id, epoch), self.nodes.get(worker_id, self._runtime.own_node())
-            self._dispatch.last_words(worker_id, await self._runtime.named_requests(name, node, is_dead=is_dead))
+            self._dispatch.view.last_words(worker_id, await self._runtime.named_requests(name, node, is_dead=is_dead))
         except Exception:  # of any kind: without them requests go on as if nobody were to blame
             logger.exception("the last words of %s not read", worker_id)
         finally:
@@ -208,7 +208,7 @@ class Dispatcher:
     @property
     def root(self) -> BlockHash | None:
         """Hash under which the model's first blocks are chained (`Dispatch.root`)."""
-        return self._dispatch.root
+        return self._dispatch.view.root
 
     async def generate(self, generation: Generation) -> AsyncGenerator[list[TokenEvent]]:
         """Run a request; yields the tokens in order, each once, as many at a time as have arrived.
@@ -248,12 +248,12 @@ class Dispatcher:
     @property
     def workers(self) -> Sequence[WorkerInfo]:
         """Workers expected to live, as known to this replica."""
-        return self._dispatch.workers
+        return self._dispatch.view.registered
 
     async def can_serve(self) -> bool:
         """True if some worker could take a request now, with the manager or without."""
         await self._ask_workers()
-        return self._dispatch.can_serve
+        return self._dispatch.view.can_serve
 
     # Instructions
 
@@ -262,9 +262,9 @@ class Dispatcher:
         for instruction in instructions:
             self._carry_out_one(instruction)
         # What one turn of the event loop gathers goes out as one call for each receiver.
-        if self._admits or self._again or self._dispatch.has_unsent:
+        if self._admits or self._again or not self._dispatch.outbox.is_empty:
             self._flush_soon()
-        self._retry.set(self._dispatch.retry_at)
+        self._retry.set(self._dispatch.retries.next_at)
 
     def _carry_out_one(self, instruction: Instruction) -> None:
         match instruction:
@@ -385,7 +385,7 @@ class Dispatcher:
     async def _ask_workers(self, *, is_probe: bool = False) -> None:
         """Ask the manager for the workers; a silent manager only if `is_probe`."""
         ask = self._manager.probe if is_probe else self._manager.ask
-        active, adapters, is_news = self._dispatch.active, self._adapters.report(), False
+        active, adapters, is_news = list(self._dispatch.entries), self._adapters.report(), False
         try:
             membership = await ask(
                 lambda manager: manager.workers(self._ingress_id, active, self._process, adapters),
@@ -393,7 +393,7 @@ class Dispatcher:
                 is_prompt=True,
             )
         except ServiceError:
-            self._dispatch.no_membership()
+            self._dispatch.view.no_update()
         else:
             nodes = {each.worker_id: each.process.node for each in membership.workers if each.process is not None}
             # A worker that the manager has dropped keeps its node while its stream is read: its last words lie there.
@@ -423,12 +423,12 @@ class Dispatcher:
     async def _settle(self, settle: Settle) -> None:
         manager = self._manager.client
         if manager is None:
-            self._dispatch.not_settled(settle.ended)
+            self._dispatch.outbox.not_settled(settle.ended)
             return
         try:
             await manager.settle(self._ingress_id, settle.first_tokens, settle.ended)
         except RayError:
-            self._dispatch.not_settled(settle.ended)
+            self._dispatch.outbox.not_settled(settle.ended)
 
     async def _keep_alive(self) -> None:
         """Ping the workers and look for silent ones at a steady pace: nothing here waits for the manager, whose silence
@@ -483,7 +483,7 @@ class Dispatcher:
         except RayError as error:  # of a death the token stream tells
             logger.debug("ping not answered: %s", type(error).__name__)
         else:
-            self._dispatch.ping_answered(ping.worker_id, time.monotonic())
+            self._dispatch.view.heard(ping.worker_id, time.monotonic())
 
     async def _submitted(self, call: Awaitable[None], submit: Submit) -> None:
         try:

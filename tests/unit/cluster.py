@@ -226,7 +226,7 @@ class Cluster:
         self.manager = self._new_manager()
         settling, self._settling = self._settling, []
         for settle in settling:
-            self.dispatch.not_settled(settle.ended)
+            self.dispatch.outbox.not_settled(settle.ended)
         admitting, self.admitting = self.admitting, {}
         self._obey(self.dispatch.not_admitted(list(admitting.values()), self.now, is_silent=False))
         for worker in self.workers.values():
@@ -377,10 +377,10 @@ class Cluster:
         moving = [worker for worker in self.workers.values() if worker.is_alive and not worker.is_stalled]
         deadlines = [worker.engine.scheduler.imports.next_deadline() for worker in moving]
         due = min((deadline for deadline in deadlines if deadline is not None), default=None)
-        if due is None and self.dispatch.retry_at is None and not (self.num_lost and self.active):
+        if due is None and self.dispatch.retries.next_at is None and not (self.num_lost and self.active):
             return False
         self.num_timeouts += 1
-        if self.dispatch.retry_at is not None:
+        if self.dispatch.retries.next_at is not None:
             self.pass_time(RETRY_S)
             self._name_workers()
             self._obey(self.dispatch.tick(self.now))
@@ -485,7 +485,7 @@ class Cluster:
             over = [AttemptOver(*name) for name in unknown]
             self._say(_tokens(worker), lambda: self._receive(worker, over))
         if worker.worker_id not in self.muted:
-            self._answer("pong", lambda: self.dispatch.ping_answered(worker.worker_id, self.now))
+            self._answer("pong", lambda: self.dispatch.view.heard(worker.worker_id, self.now))
 
     def _receive(self, worker: SimWorker, events: Sequence[StreamEvent]) -> None:
         if self.followed.get(worker.worker_id) is worker:

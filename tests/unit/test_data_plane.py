@@ -155,7 +155,7 @@ class Scene:
         def is_amid(worker_id: str) -> bool:
             return self.hold.is_held(self.workers[worker_id]) and any(
                 entry.generation.dies_with(worker_id) and entry.generation.is_answered == worker_id.startswith("d")
-                for entry in dispatcher._dispatch._entries.values()
+                for entry in dispatcher._dispatch.entries.values()
             )
 
         crowd = Crowd(num_tokens)
@@ -479,7 +479,7 @@ def test_a_worker_that_is_only_slow_keeps_its_requests(scene: Scene) -> None:
             scene.local.handles["d0:1"].vanish()
             scene.hold.end()
             # Three times as long as a silent worker would keep its requests.
-            quiet = dispatcher._dispatch.quiet_workers
+            quiet = dispatcher._dispatch.view.quiet
             await until(lambda: "d0" in [worker.worker_id for worker in quiet(time.monotonic(), 3.0)])
             assert not scene.num_failovers and not crowd.is_over
             assert scene.num_registered(manager) == 4, "the manager waits for its heartbeats, too"
@@ -547,7 +547,7 @@ def test_a_link_that_comes_back_soon_replaces_nobody(scene: Scene, caplog: pytes
         crowd = await scene.begin(dispatcher, ["d0"])
         scene.local.handles["d0:1"].cut_off()
         scene.hold.end()
-        entries = dispatcher._dispatch._entries
+        entries = dispatcher._dispatch.entries
         await until(lambda: all(entry.generation.dies_with("d0") for entry in entries.values()))
         assert entries and not crowd.is_over, "some wait for the link"
         scene.local.handles["d0:1"].reconnect()

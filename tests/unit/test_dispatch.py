@@ -123,7 +123,7 @@ def test_a_request_from_its_admission_to_its_last_token() -> None:
     [settle] = dispatch.flush(has_manager=True)
     assert isinstance(settle, Settle)
     assert [(ended.request_id, ended.how) for ended in settle.ended] == [("r", "finished")]
-    assert dispatch.active == []
+    assert list(dispatch.entries) == []
     dispatch.check_integrity()
 
 
@@ -131,10 +131,10 @@ def test_a_request_is_admitted_again_until_a_worker_comes() -> None:
     dispatch = make_dispatch(P, D)
     dispatch.begin(make_generation(), 1.0)
     assert dispatch.admitted("r", 0, None, 1.0) == []
-    assert dispatch.retry_at == 2.0
+    assert dispatch.retries.next_at == 2.0
     assert dispatch.tick(1.5) == []
     assert len(of_type(dispatch.tick(2.0), Admit)) == 1
-    assert dispatch.retry_at is None
+    assert dispatch.retries.next_at is None
     assert dispatch.admitted("r", 0, admission_of(), 2.0) == [Follow("p", 1), Follow("d", 1)]
     dispatch.check_integrity()
 
@@ -169,7 +169,7 @@ def test_a_request_has_the_first_worker_started_and_waits_for_it() -> None:
     dispatch = make_dispatch(P, D)
     asleep = Membership((), 0, None, starts_on_demand=True)
     assert of_type(dispatch.membership(asleep, 1.0), StartWorker) == [], "nobody asks"
-    assert dispatch.can_serve
+    assert dispatch.view.can_serve
     generation = make_generation()
     dispatch.begin(generation, 1.0)
     dispatch.admitted("r", 0, None, 1.0)
@@ -206,7 +206,7 @@ def test_a_start_that_a_lost_manager_told_of_is_waited_for_no_longer() -> None:
     now = 0.0
     while generation.failure is None and now < TIMEOUTS.manager_gone_s + 3 * TIMEOUTS.dispatch_s:
         now += TIMEOUTS.retry_s
-        dispatch.no_membership()
+        dispatch.view.no_update()
         asked = [admit.request for admit in of_type(dispatch.tick(now), Admit)]
         dispatch.not_admitted(asked, now, is_silent=False)
     assert isinstance(generation.failure, NoWorkerError)
@@ -225,9 +225,9 @@ def test_a_paused_request_asks_again_by_its_id_until_its_turn() -> None:
     assert dispatch.admitted("r", 0, paused(), 0.0) == []
     now = 0.0
     while now < 2 * TIMEOUTS.dispatch_s:
-        assert generation.paused is not None and dispatch.retry_at == now + TIMEOUTS.pause_s
+        assert generation.paused is not None and dispatch.retries.next_at == now + TIMEOUTS.pause_s
         now += TIMEOUTS.pause_s
-        assert dispatch.tick(now) == [AskAgain("r")] and dispatch.retry_at is None
+        assert dispatch.tick(now) == [AskAgain("r")] and dispatch.retries.next_at is None
         assert dispatch.asked_again({"r": paused()}, now) == []
         dispatch.check_integrity()
     now += TIMEOUTS.pause_s
@@ -243,7 +243,7 @@ def test_a_paused_request_asks_the_more_seldom_the_more_sessions_go_before(num_a
     dispatch = make_dispatch(D)
     dispatch.begin(make_generation(), 0.0)
     dispatch.admitted("r", 0, paused(num_ahead), 10.0)
-    assert dispatch.retry_at == 10.0 + pause_s < 10.0 + SILENT_S / 2
+    assert dispatch.retries.next_at == 10.0 + pause_s < 10.0 + SILENT_S / 2
 
 
 def test_a_paused_request_whose_client_leaves_asks_no_more() -> None:
@@ -254,7 +254,7 @@ def test_a_paused_request_whose_client_leaves_asks_no_more() -> None:
     dispatch.end("r")
     assert [each.request_id for each in of_type(dispatch.flush(has_manager=True), Settle)[0].ended] == ["r"]
     assert dispatch.asked_again({"r": paused()}, 0.5) == dispatch.asked_again({"r": None}, 0.5) == []
-    assert dispatch.retry_at is None and dispatch.active == []
+    assert dispatch.retries.next_at is None and list(dispatch.entries) == []
 
 
 def test_a_paused_request_goes_on_without_the_manager() -> None:
@@ -295,9 +295,9 @@ def test_a_late_request_gives_way_from_its_admission_on(own: int, last: int) -> 
 def test_before_any_worker_is_known_the_manager_is_asked() -> None:
     dispatch = make_dispatch()
     assert dispatch.begin(make_generation(), 0.0) == [AskWorkers()]
-    assert not dispatch.can_serve
+    assert not dispatch.view.can_serve
     dispatch.membership(Membership((P, D), 0, FINGERPRINT), 0.5)
-    assert dispatch.can_serve
+    assert dispatch.view.can_serve
     assert len(of_type(dispatch.tick(1.0), Admit)) == 1
 
 
@@ -317,7 +317,7 @@ def test_a_silent_manager_hears_later_that_its_admission_is_not_used() -> None:
     dispatch.not_admitted([admit.request], 1.0, is_silent=True)
     [settle] = of_type(dispatch.flush(has_manager=True), Settle)
     assert [(ended.request_id, ended.attempt) for ended in settle.ended] == [("r", 0)]
-    dispatch.not_settled(settle.ended)
+    dispatch.outbox.not_settled(settle.ended)
     assert of_type(dispatch.flush(has_manager=True), Settle) == [Settle([], settle.ended)]
 
 
@@ -349,7 +349,7 @@ def test_each_answer_is_told_once_whatever_is_tried_again() -> None:
     dispatch.end("r")
     ended = ends_of(dispatch)
     assert [each.answer for each in ended] == [BegunAnswer(name, packed([100, 101]))]
-    dispatch.not_settled(ended)
+    dispatch.outbox.not_settled(ended)
     assert [each.answer for each in ends_of(dispatch)] == [None], "the manager may have heard of it"
 
 
@@ -382,7 +382,7 @@ def test_an_admitted_worker_that_is_not_there_costs_no_attempt() -> None:
     dispatch.begin(generation, 1.0)
     dispatch.admitted("r", 0, admission_of(), 1.0)
     dispatch.not_found("d", 1, 1.1)
-    assert dispatch.retry_at == 2.1
+    assert dispatch.retries.next_at == 2.1
     assert generation.attempt == 0
     dispatch.found("p", 1, 1.2)
     assert of_type(dispatch.flush(has_manager=True), Submit) == []
@@ -399,7 +399,7 @@ def test_when_the_decode_worker_dies_the_request_goes_on_from_its_last_token() -
     [admit] = of_type(instructions, Admit)
     assert (admit.request.attempt, admit.request.num_tokens) == (1, 10)
     assert dispatch.admitted("r", 1, admission_of(1, epoch=1), 3.0) == [], "the dead incarnation is not looked for"
-    assert dispatch.retry_at == 4.0
+    assert dispatch.retries.next_at == 4.0
     assert dispatch.tokens("p", [token(1, attempt=0)], 3.5) == [], "an event of an older attempt"
     assert generation.tokens == [100]
 
@@ -446,7 +446,7 @@ def test_a_request_that_goes_on_elsewhere_waits_anew(is_moved: bool) -> None:
         dispatch.worker_lost("d", 1, "died", 100.0, is_dead=True)
     assert generation.attempt == 1
     dispatch.admitted("r", 1, None, 100.0)
-    while (now := dispatch.retry_at) is not None:
+    while (now := dispatch.retries.next_at) is not None:
         assert now <= 130.0
         dispatch.tick(now)
         if generation.failure is None:
@@ -507,7 +507,7 @@ def test_a_submission_that_nobody_answers_counts_as_taken_after_a_while() -> Non
     submitted(dispatch)
     dispatch.submitted("p", [AttemptName("r", 7)])
     for worker_id in ("p", "d"):
-        dispatch.ping_answered(worker_id, 5.9)
+        dispatch.view.heard(worker_id, 5.9)
     assert not any(ping.taken for ping in of_type(dispatch.keep_alive(5.9, 0.0), Ping))
     assert all(ping.taken for ping in of_type(dispatch.keep_alive(6.0, 0.0), Ping))
 
@@ -576,7 +576,7 @@ def test_a_later_attempt_needs_its_prefill_worker_up_to_its_own_first_token() ->
 def test_a_worker_whose_stream_ended_is_avoided_for_a_while_though_nobody_calls_it_dead() -> None:
     dispatch = make_dispatch(P, D, WorkerInfo("d2", Role.DECODE, 1))
     submitted(dispatch)
-    dispatch.ping_answered("p", 4.0)
+    dispatch.view.heard("p", 4.0)
 
     def avoided(name: str, now: float) -> tuple[str, ...]:
         [admit] = of_type(dispatch.begin(make_generation(name), now), Admit)
@@ -584,10 +584,10 @@ def test_a_worker_whose_stream_ended_is_avoided_for_a_while_though_nobody_calls_
 
     [again] = of_type(dispatch.worker_lost("d", 1, "unavailable", 4.0, is_dead=False), Admit)
     assert again.request.avoided == ("d",) == avoided("s", 4.1)
-    dispatch.ping_answered("p", 6.0)
+    dispatch.view.heard("p", 6.0)
     dispatch.leave_silent(6.0, 0.0)
     assert avoided("t", 6.1) == ("d",)
-    dispatch.ping_answered("p", 9.0)
+    dispatch.view.heard("p", 9.0)
     dispatch.leave_silent(9.0, 0.0)
     assert avoided("u", 9.1) == (), "the doubt has ended"
 
@@ -637,8 +637,8 @@ def test_a_request_leaves_a_silent_worker_once_the_other_one_is_doubted_no_longe
 def test_a_silent_worker_is_left_between_two_pings() -> None:
     dispatch = make_dispatch(P, D, WorkerInfo("d2", Role.DECODE, 1))
     submitted(dispatch)
-    dispatch.ping_answered("d", 2.0)
-    dispatch.ping_answered("p", 4.0)
+    dispatch.view.heard("d", 2.0)
+    dispatch.view.heard("p", 4.0)
     assert dispatch.leave_silent(5.0, 0.0) == []
     instructions = dispatch.leave_silent(5.2, 0.0)
     assert of_type(instructions, WorkerSilent) == [WorkerSilent("d", 1)]
@@ -650,24 +650,24 @@ def test_requests_of_a_silent_worker_go_on_elsewhere() -> None:
     submitted(dispatch)
     dispatch.tokens("p", [token(0)], 2.0)
     for now in (2.0, 3.0, 4.0):
-        dispatch.ping_answered("p", now)
+        dispatch.view.heard("p", now)
         assert of_type(dispatch.keep_alive(now, 0.0), FailedOver) == []
 
-    dispatch.ping_answered("p", 5.0)
+    dispatch.view.heard("p", 5.0)
     instructions = dispatch.keep_alive(5.0, 0.0)
     assert of_type(instructions, WorkerSilent) == [WorkerSilent("d", 1)]
     assert Abort("d", "r", 0) in instructions, "the worker is not to compute for nobody when it goes on"
     assert [over.num_tokens for over in of_type(instructions, FailedOver)] == [1]
     assert [admit.request.avoided for admit in of_type(instructions, Admit)] == [("d",)]
     assert of_type(instructions, Ping) == [Ping("p", [], [], []), Ping("d", [], [], [])], "it may answer again"
-    dispatch.ping_answered("p", 6.0)
+    dispatch.view.heard("p", 6.0)
     assert of_type(dispatch.keep_alive(6.0, 0.0), WorkerSilent) == [], "said once"
 
     # If the request comes there again it is left there; and an answer ends the silence.
-    dispatch.ping_answered("p", 8.0)
+    dispatch.view.heard("p", 8.0)
     assert dispatch.admitted("r", 1, admission_of(1), 8.0) == []
     assert of_type(dispatch.keep_alive(8.1, 0.0), FailedOver) == []
-    dispatch.ping_answered("d", 8.2)
+    dispatch.view.heard("d", 8.2)
     assert [admit.request.avoided for admit in of_type(dispatch.begin(make_generation("s"), 8.3), Admit)] == [()]
     dispatch.check_integrity()
 
@@ -676,7 +676,7 @@ def test_an_admission_that_names_a_worker_fallen_silent_meanwhile_is_made_again(
     dispatch = make_dispatch(P, D, WorkerInfo("d2", Role.DECODE, 1))
     submitted(dispatch)
     dispatch.begin(make_generation("s"), 6.0)
-    dispatch.ping_answered("p", 6.5)
+    dispatch.view.heard("p", 6.5)
     dispatch.keep_alive(6.5, 0.0)  # now d is silent
     [again] = dispatch.admitted("s", 0, admission_of(request_id="s"), 6.6)
     assert isinstance(again, Admit)
@@ -703,10 +703,10 @@ def test_a_link_that_is_gone_for_two_seconds_moves_no_request() -> None:
     instructions = list[object]()
     for now in (2.0, 3.0, 4.0):  # d is heard at 2.0 for the last time, then again at 4.1
         for worker_id in ("p", "d") if now == 2.0 else ("p",):
-            dispatch.ping_answered(worker_id, now)
+            dispatch.view.heard(worker_id, now)
         instructions += dispatch.keep_alive(now, 0.0)
-    dispatch.ping_answered("d", 4.1)
-    dispatch.ping_answered("p", 5.0)
+    dispatch.view.heard("d", 4.1)
+    dispatch.view.heard("p", 5.0)
     instructions += dispatch.keep_alive(5.0, 0.0)
     assert [each for each in instructions if isinstance(each, WorkerSilent | FailedOver | Abort)] == []
     assert [deliver.events for deliver in of_type(dispatch.tokens("d", [token(1)], 5.1), DeliverTokens)] == [[token(1)]]
@@ -745,13 +745,13 @@ def test_a_worker_that_answers_nothing_and_computes_keeps_its_requests_for_a_whi
     dispatch = make_dispatch(P, D, WorkerInfo("d2", Role.DECODE, 1))
     submitted(dispatch)
     for now in (4.0, 5.0, 20.0, 30.0):
-        dispatch.ping_answered("p", now)
-        assert dispatch.quiet_workers(now, 1.0) == [D]
-        dispatch.computes("d", now)
+        dispatch.view.heard("p", now)
+        assert dispatch.view.quiet(now, 1.0) == [D]
+        dispatch.view.computes("d", now)
         assert of_type(dispatch.keep_alive(now, 0.0), WorkerSilent) == []
-    dispatch.ping_answered("p", 1.0 + COMPUTING_S + TIMEOUTS.worker_silent_s)
+    dispatch.view.heard("p", 1.0 + COMPUTING_S + TIMEOUTS.worker_silent_s)
     late = 1.1 + COMPUTING_S + TIMEOUTS.worker_silent_s
-    dispatch.computes("d", late)
+    dispatch.view.computes("d", late)
     assert of_type(dispatch.keep_alive(late, 0.0), WorkerSilent) == [WorkerSilent("d", 1)], "it hangs"
 
 
@@ -810,9 +810,9 @@ def test_workers_of_another_model_are_no_workers() -> None:
     other = Membership((P, D), 0, "other/cpu")
     assert of_type(dispatch.membership(other, 1.0), ModelDiffers)
     assert dispatch.membership(other, 2.0) == [], "said once"
-    assert not dispatch.can_serve
+    assert not dispatch.view.can_serve
     dispatch.membership(Membership((P, D), 0, FINGERPRINT), 3.0)
-    assert dispatch.can_serve
+    assert dispatch.view.can_serve
 
 
 def test_the_next_turns_prompt_is_computed_at_idle_priority_where_the_last_one_ended() -> None:

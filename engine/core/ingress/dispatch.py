@@ -57,14 +57,12 @@ from raydix.engine.core.types import (
     Assignment,
     AttemptName,
     AttemptOver,
-    BlockHash,
     Ended,
     FirstToken,
     Membership,
     Paused,
     PromptEvent,
     StreamEvent,
-    WorkerInfo,
 )
 
 
@@ -122,64 +120,36 @@ class Dispatch:
         self._ingress_id = ingress_id
         self._model = model
         self._timeouts = Timeouts() if timeouts is None else timeouts
-        self._entries = Entries()
-        self._retries = Retries()
-        self._view = ClusterView(model.fingerprint, now, self._timeouts)
-        self._outbox = Outbox()
-
-    # What the shell may ask
-
-    @property
-    def can_serve(self) -> bool:
-        """True if some worker can be expected to take a request."""
-        return self._view.can_serve
-
-    @property
-    def root(self) -> BlockHash | None:
-        """Root of the workers' block hashes, which stands for their model and arithmetic; None before any was known."""
-        return self._view.root
-
-    @property
-    def workers(self) -> Sequence[WorkerInfo]:
-        """Workers expected to live."""
-        return self._view.registered
-
-    @property
-    def active(self) -> list[str]:
-        """Ids of the requests under way."""
-        return list(self._entries)
-
-    @property
-    def retry_at(self) -> float | None:
-        """When `tick` is due; None: not before another event."""
-        return self._retries.next_at
-
-    @property
-    def has_unsent(self) -> bool:
-        """True if `flush` has something to send."""
-        return not self._outbox.is_empty
+        self.entries = Entries()
+        """The requests under way."""
+        self.retries = Retries()
+        """Those that wait to be admitted again: `tick` is due when the first one is."""
+        self.view = ClusterView(model.fingerprint, now, self._timeouts)
+        """Workers and manager as this replica knows them; told directly what changes no request."""
+        self.outbox = Outbox()
+        """What `flush` sends."""
 
     # Requests
 
     def begin(self, generation: Generation, now: float) -> list[Instruction]:
         """Take a request on."""
-        entry = self._entries[generation.request_id] = Entry(generation, now)
+        entry = self.entries[generation.request_id] = Entry(generation, now)
         return self._admit(entry, now)
 
     def end(self, request_id: str) -> list[Instruction]:
         """The reader of a request has its last token, or has left: free what the request holds."""
-        generation = self._entries.pop(request_id).generation
-        self._retries.drop(request_id)
-        self._outbox.release(generation, generation.answer())
+        generation = self.entries.pop(request_id).generation
+        self.retries.drop(request_id)
+        self.outbox.release(generation, generation.answer())
         return [
             Abort(worker_id, request_id, generation.attempt, generation.has_ended)
             for worker_id in sorted(generation.workers_to_abort())
-            if worker_id in self._view.followed
+            if worker_id in self.view.followed
         ]
 
     def stopped(self, request_id: str) -> None:
         """A stop string has ended a running request: later tokens from its workers are not needed."""
-        self._entries[request_id].generation.is_stopped = True
+        self.entries[request_id].generation.is_stopped = True
 
     def prepare(self, generation: Generation, token_ids: Sequence[int]) -> list[Instruction]:
         """Have the full blocks of `token_ids` computed at idle priority by the worker of an ended generation's last
@@ -187,20 +157,20 @@ class Dispatch:
         num_full = len(token_ids) // self._model.block_size * self._model.block_size
         assignment = generation.idle_assignment(token_ids[:num_full], self._ingress_id)
         worker_id = generation.finished_by or generation.decode
-        if assignment is None or worker_id is None or worker_id not in self._view.followed:
+        if assignment is None or worker_id is None or worker_id not in self.view.followed:
             return []
         return [Submit(worker_id, [assignment])]
 
     def tick(self, now: float) -> list[Instruction]:
         """Admit again the requests that are due, and fail the requests that have waited for too long."""
         instructions: list[Instruction] = []
-        last_sign_at = self._view.last_sign_at(now)
-        for entry in map(self._entries.__getitem__, self._retries.due(now)):
+        last_sign_at = self.view.last_sign_at(now)
+        for entry in map(self.entries.__getitem__, self.retries.due(now)):
             if now >= max(entry.waiting_since, last_sign_at) + self._timeouts.dispatch_s:
                 error = NoWorkerError("no worker is ready to take the request", retry_after_s=5)
                 instructions += self._fail(entry, error)
             elif entry.generation.paused is not None:
-                self._retries.drop(entry.generation.request_id)
+                self.retries.drop(entry.generation.request_id)
                 instructions.append(AskAgain(entry.generation.request_id))
             else:
                 instructions += self._admit(entry, now)
@@ -213,10 +183,10 @@ class Dispatch:
     ) -> list[Instruction]:
         """The manager has placed an attempt, has it wait for its session's turn, has no worker for it, or refuses
         it."""
-        self._view.manager_answered(now)
-        entry = self._entries.current(request_id, attempt)
+        self.view.manager_answered(now)
+        entry = self.entries.current(request_id, attempt)
         if entry is None:  # Its end may have been settled before it was admitted.
-            self._outbox.ended.append(Ended(request_id, attempt))
+            self.outbox.ended.append(Ended(request_id, attempt))
             return []
         if isinstance(admission, Late):
             return self._fail(entry, LateError(admission))
@@ -230,11 +200,11 @@ class Dispatch:
         all where the manager has not answered."""
         instructions: list[Instruction] = []
         for request_id, paused in answers.items():
-            entry = self._entries.get(request_id)
+            entry = self.entries.get(request_id)
             if entry is None:  # Its end has been reported, behind the question.
                 continue
             if paused is not None:
-                self._view.manager_answered(now)
+                self.view.manager_answered(now)
                 self._pause(entry, paused, now)
             else:
                 instructions += self._admit(entry, now)
@@ -247,29 +217,20 @@ class Dispatch:
         for request in requests:
             # The manager may yet admit the attempt, and hears behind that that it is over.
             if is_silent:
-                self._outbox.ended.append(Ended(request.request_id, request.attempt))
-            entry = self._entries.current(request.request_id, request.attempt)
+                self.outbox.ended.append(Ended(request.request_id, request.attempt))
+            entry = self.entries.current(request.request_id, request.attempt)
             if entry is not None:
-                instructions += self._place(entry, self._view.alone(request), now)
+                instructions += self._place(entry, self.view.alone(request), now)
         return instructions
 
     def membership(self, membership: Membership, now: float) -> list[Instruction]:
         """The manager has named the registered workers."""
-        refused_before = self._view.refused_fingerprint
-        self._view.update(membership, now)
-        refused = self._view.refused_fingerprint
+        refused_before = self.view.refused_fingerprint
+        self.view.update(membership, now)
+        refused = self.view.refused_fingerprint
         differs = [] if refused in (None, refused_before) else [ModelDiffers(refused, self._model.fingerprint)]
-        demand = [StartWorker()] if self._entries and self._view.lacks_first else []
+        demand = [StartWorker()] if self.entries and self.view.lacks_first else []
         return [*differs, *demand, *self._move_on(now)]
-
-    def no_membership(self) -> None:
-        """The manager did not name the workers (`ClusterView.no_update`)."""
-        self._view.no_update()
-
-    def not_settled(self, ended: Iterable[Ended]) -> None:
-        """A report of these ends did not reach the manager, and is sent again. A successor of the manager ignores the
-        ends of attempts that it has not admitted."""
-        self._outbox.not_settled(ended)
 
     # Workers
 
@@ -277,41 +238,41 @@ class Dispatch:
         """A worker incarnation that was looked for is there."""
         instructions: list[Instruction] = []
         # An incarnation that was found late may be older than the one that is followed by now.
-        if self._view.found(worker_id, epoch):
+        if self.view.found(worker_id, epoch):
             instructions += self.worker_lost(worker_id, epoch - 1, "a newer one is there", now, is_dead=True)
-            self._view.follow(worker_id, epoch, now)
+            self.view.follow(worker_id, epoch, now)
             instructions.append(Read(worker_id, epoch))
-        for entry in self._entries.awaiting(worker_id, epoch):
+        for entry in self.entries.awaiting(worker_id, epoch):
             instructions += self._send(entry, now)
         return instructions
 
     def not_found(self, worker_id: str, epoch: int, now: float) -> list[Instruction]:
         """A worker incarnation that was looked for is not there."""
-        self._view.not_found(worker_id, epoch)
-        for entry in self._entries.awaiting(worker_id, epoch):
+        self.view.not_found(worker_id, epoch)
+        for entry in self.entries.awaiting(worker_id, epoch):
             self._give_up_admission(entry, worker_id, epoch, now)
         return []
 
     def worker_lost(self, worker_id: str, epoch: int, reason: str, now: float, *, is_dead: bool) -> list[Instruction]:
         """The token stream of an incarnation up to `epoch` has ended: its requests go on elsewhere. A worker that lives
         ends the stream of a replica that it takes for gone, and may be followed again."""
-        followed = self._view.followed.get(worker_id)
+        followed = self.view.followed.get(worker_id)
         if followed is None or followed.epoch > epoch:
             return []
         named = followed.named if is_dead else frozenset[str]()
-        self._view.leave(worker_id, now, is_dead=is_dead)
+        self.view.leave(worker_id, now, is_dead=is_dead)
 
-        affected = self._entries.affected_by(worker_id)
-        lost = WorkerLost(worker_id, followed.epoch, reason, len(affected), self._view.is_leaving(worker_id))
+        affected = self.entries.affected_by(worker_id)
+        lost = WorkerLost(worker_id, followed.epoch, reason, len(affected), self.view.is_leaving(worker_id))
         incidents = self._count_incidents(worker_id, followed.epoch, named)
         return [lost, *incidents, *self._do_without(worker_id, affected, now)]
 
     def tokens(self, worker_id: str, events: Iterable[StreamEvent], now: float) -> list[Instruction]:
         """Events of a worker's token stream."""
-        self._view.heard(worker_id, now)
+        self.view.heard(worker_id, now)
         instructions: list[Instruction] = []
         for event in events:
-            entry = self._entries.get(event.request_id)
+            entry = self.entries.get(event.request_id)
             if entry is None:
                 continue
             generation = entry.generation
@@ -336,13 +297,13 @@ class Dispatch:
             # The manager takes the prefill off its worker's queue, and compares the time with its prediction.
             if due and not was_answered:
                 ttft_s = now - generation.placed_at
-                self._outbox.first_tokens.append(FirstToken(generation.request_id, generation.attempt, ttft_s))
+                self.outbox.first_tokens.append(FirstToken(generation.request_id, generation.attempt, ttft_s))
         return instructions
 
     def submitted(self, worker_id: str, attempts: Iterable[AttemptName]) -> None:
         """A worker has taken attempts on."""
         for attempt in attempts:
-            entry = self._entries.current(*attempt)
+            entry = self.entries.current(*attempt)
             if entry is not None:
                 entry.generation.taken_by.add(worker_id)
 
@@ -350,7 +311,7 @@ class Dispatch:
         """A worker did not take assignments."""
         instructions: list[Instruction] = []
         for assignment in assignments:
-            entry = self._entries.current(assignment.request_id, assignment.attempt)
+            entry = self.entries.current(assignment.request_id, assignment.attempt)
             if entry is not None:
                 instructions += self._fail_over(entry, now)
         return instructions
@@ -359,58 +320,42 @@ class Dispatch:
 
     def flush(self, *, has_manager: bool) -> list[Instruction]:
         """Send what has gathered since the last time: one call for each receiver."""
-        submits = self._outbox.take_submits(
-            self._view.followed, lambda each: self._entries.current(each.request_id, each.attempt) is not None
+        submits = self.outbox.take_submits(
+            self.view.followed, lambda each: self.entries.current(each.request_id, each.attempt) is not None
         )
-        return submits + (self._outbox.take_reports() if has_manager else [])
+        return submits + (self.outbox.take_reports() if has_manager else [])
 
     # Signs of life
 
     def keep_alive(self, now: float, late_s: float) -> list[Instruction]:
         """Tell workers and the manager that this replica is alive, and leave silent workers (`leave_silent`)."""
         instructions = self.leave_silent(now, late_s)
-        return [*instructions, *self._entries.pings(self._view.followed, now), AskWorkers(is_probe=True)]
+        return [*instructions, *self.entries.pings(self.view.followed, now), AskWorkers(is_probe=True)]
 
     def leave_silent(self, now: float, late_s: float) -> list[Instruction]:
         """Have the requests of silent workers go on elsewhere. `late_s`: how much later than planned this call comes,
         because this process stood still."""
-        self._view.stood_still(late_s)
+        self.view.stood_still(late_s)
         instructions: list[Instruction] = []
-        for worker_id in sorted(self._view.newly_silent(now)):
-            affected = self._entries.affected_by(worker_id)
+        for worker_id in sorted(self.view.newly_silent(now)):
+            affected = self.entries.affected_by(worker_id)
             instructions.append(WorkerSilent(worker_id, len(affected)))
-            worker = self._view.followed[worker_id]
+            worker = self.view.followed[worker_id]
             instructions += self._count_incidents(worker_id, worker.epoch, worker.named)
             instructions += self._do_without(worker_id, affected, now)
         return instructions
-
-    def quiet_workers(self, now: float, silence_s: float) -> Sequence[WorkerInfo]:
-        """Workers that have answered nothing for longer than `silence_s`: the shell looks whether they compute."""
-        return self._view.quiet(now, silence_s)
-
-    def computes(self, worker_id: str, now: float) -> None:
-        """A worker that answers nothing was seen to compute: it is slow, and its requests stay (`SignsOfLife`)."""
-        self._view.computes(worker_id, now)
-
-    def last_words(self, worker_id: str, request_ids: Iterable[str]) -> None:
-        """A worker that has died, or answers nothing, computed for these requests. Told before its end."""
-        self._view.last_words(worker_id, request_ids)
-
-    def ping_answered(self, worker_id: str, now: float) -> None:
-        """A worker has answered a ping."""
-        self._view.heard(worker_id, now)
 
     # Inside
 
     def _admit(self, entry: Entry, now: float) -> list[Instruction]:
         """Ask for workers. Blocks have no names before a worker's fingerprint is known."""
         # Nobody could say what is cached without names of blocks, so the request waits for the first worker.
-        if self._view.root is None:
+        if self.view.root is None:
             self._retry(entry, now)
             return [AskWorkers()]
-        self._retries.drop(entry.generation.request_id)
-        entry.avoided = tuple(sorted(self._view.avoided))
-        request = entry.generation.admit_request(self._view.root, self._model, self._ingress_id, entry.avoided)
+        self.retries.drop(entry.generation.request_id)
+        entry.avoided = tuple(sorted(self.view.avoided))
+        request = entry.generation.admit_request(self.view.root, self._model, self._ingress_id, entry.avoided)
         return [Admit(request)]
 
     def _pause(self, entry: Entry, paused: Paused, now: float) -> None:
@@ -419,7 +364,7 @@ class Dispatch:
         generation.paused, entry.waiting_since = paused, now
         # Those far behind ask seldom: a manager with hundreds of them has other things to do.
         pause_s = min(self._timeouts.longest_pause_s, self._timeouts.pause_s * (1 + paused.num_ahead))
-        self._retries.add(generation.request_id, generation.priority, now + pause_s)
+        self.retries.add(generation.request_id, generation.priority, now + pause_s)
 
     def _place(self, entry: Entry, admission: Admission | None, now: float) -> list[Instruction]:
         entry.generation.paused = None
@@ -435,18 +380,18 @@ class Dispatch:
         admission = entry.admission
         assert admission is not None
         # Workers that were avoided when the manager was asked were chosen all the same: there are no better ones.
-        if {admission.prefill, admission.decode} & (self._view.avoided - {*entry.avoided}):
+        if {admission.prefill, admission.decode} & (self.view.avoided - {*entry.avoided}):
             entry.admission = None
             return self._admit(entry, now)
 
-        absent = self._view.absent(admission)
+        absent = self.view.absent(admission)
         for worker_id, epoch in absent.items():
-            if self._view.is_gone(worker_id, epoch):
+            if self.view.is_gone(worker_id, epoch):
                 self._give_up_admission(entry, worker_id, epoch, now)
                 return []
         # The request is sent when the last of its workers is found (`found`), or given up if one is not (`not_found`).
         if absent:
-            return [Follow(worker_id, epoch) for worker_id, epoch in self._view.search(absent.items())]
+            return [Follow(worker_id, epoch) for worker_id, epoch in self.view.search(absent.items())]
 
         entry.admission = None
         generation = entry.generation
@@ -455,18 +400,18 @@ class Dispatch:
         generation.place(admission, self._model.block_size, now)
         timeout_s = self._model.await_timeout_s
         for worker_id, assignment in generation.assignments(admission, self._ingress_id, timeout_s):
-            self._outbox.submit(worker_id, assignment)
+            self.outbox.submit(worker_id, assignment)
         return []
 
     def _give_up_admission(self, entry: Entry, worker_id: str, epoch: int, now: float) -> None:
         """An admitted worker is not there: the admission is of no use."""
         entry.admission = None
-        self._view.forget(worker_id, epoch)
-        self._outbox.release(entry.generation)
+        self.view.forget(worker_id, epoch)
+        self.outbox.release(entry.generation)
         self._retry(entry, now)
 
     def _retry(self, entry: Entry, now: float) -> None:
-        self._retries.add(entry.generation.request_id, entry.generation.priority, now + self._timeouts.retry_s)
+        self.retries.add(entry.generation.request_id, entry.generation.priority, now + self._timeouts.retry_s)
 
     def _do_without(self, worker_id: str, affected: Iterable[Entry], now: float) -> list[Instruction]:
         """Have requests go on without a worker that was to compute for them, or to send KV."""
@@ -477,7 +422,7 @@ class Dispatch:
                 instructions += self._fail_over(entry, now)
             elif generation.is_over:
                 continue
-            elif generation.decode is not None and generation.decode in self._view.followed:
+            elif generation.decode is not None and generation.decode in self.view.followed:
                 instructions.append(StopAwaiting(generation.decode, generation.request_id))
         return instructions
 
@@ -485,8 +430,8 @@ class Dispatch:
         """Note, for the requests of a worker's last words, that they may have stopped it. A request noted before began
         alone at this worker, so what names nobody beside it is its own doing: it is refused."""
         instructions: list[Instruction] = []
-        for request_id in sorted(named & self._entries.keys()):
-            entry = self._entries[request_id]
+        for request_id in sorted(named & self.entries.keys()):
+            entry = self.entries[request_id]
             generation = entry.generation
             if generation.is_over:
                 continue
@@ -510,8 +455,8 @@ class Dispatch:
     def _move_on(self, now: float) -> list[Instruction]:
         """Have the requests of workers that are about to stop go on elsewhere."""
         instructions: list[Instruction] = []
-        for worker_id in self._view.to_be_left:
-            for entry in self._entries.affected_by(worker_id):
+        for worker_id in self.view.to_be_left:
+            for entry in self.entries.affected_by(worker_id):
                 generation = entry.generation
                 if generation.dies_with(worker_id):
                     left, aborts = self._start_over(entry)
@@ -526,7 +471,7 @@ class Dispatch:
         request_id, attempt = entry.generation.request_id, entry.generation.attempt
         left = sorted(entry.generation.start_over())
         entry.admission = None
-        return left, [Abort(worker_id, request_id, attempt) for worker_id in left if worker_id in self._view.followed]
+        return left, [Abort(worker_id, request_id, attempt) for worker_id in left if worker_id in self.view.followed]
 
     def _fail_over(self, entry: Entry, now: float) -> list[Instruction]:
         """Go on elsewhere from the last token delivered."""
@@ -545,16 +490,16 @@ class Dispatch:
         return instructions + self._admit(entry, now)
 
     def _fail(self, entry: Entry, error: RaydixError) -> list[Instruction]:
-        self._retries.drop(entry.generation.request_id)
+        self.retries.drop(entry.generation.request_id)
         entry.generation.failure = error
         return [DeliverTokens(entry.generation.request_id, [])]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a request is in two states, or waits for nothing."""
-        assert self._entries.keys() >= set(self._retries.names)
-        for request_id, entry in self._entries.items():
+        assert self.entries.keys() >= set(self.retries.names)
+        for request_id, entry in self.entries.items():
             assert entry.generation.request_id == request_id
-            assert entry.admission is None or request_id not in self._retries
+            assert entry.admission is None or request_id not in self.retries
             if entry.admission is not None:
-                absent = self._view.absent(entry.admission).items()
-                assert any(self._view.is_searched(*each) for each in absent), f"{request_id} waits for nobody"
+                absent = self.view.absent(entry.admission).items()
+                assert any(self.view.is_searched(*each) for each in absent), f"{request_id} waits for nobody"

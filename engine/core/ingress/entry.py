@@ -14,7 +14,7 @@ UNTAKEN_S = 5.0
 @dataclass(slots=True, eq=False)
 class Entry:
     """A request under way. It is being admitted, or `admission` waits for workers to be followed, or the request waits
-    for another admission (`Dispatch._retries`), or it has been submitted."""
+    for another admission (`Dispatch.retries`), or it has been submitted."""
 
     generation: Generation
     waiting_since: float
