@@ -12,7 +12,7 @@ from benchmarks.replaying.traces import TraceRequest
 from raydix.engine.core.eviction.policies import EvictionPolicy, make_queue
 from raydix.engine.core.eviction.queue import EvictionQueue
 from raydix.engine.core.eviction.ranking import LeastRecent, Visit
-from raydix.engine.core.types import BlockHash
+from raydix.engine.core.types import BlockHash, FinishReason
 
 NEVER = 1 << 50
 
@@ -40,7 +40,14 @@ class OnceFirst(LeastRecent[BlockHash]):
         self._seen: set[BlockHash] = set()
         self._seen_again: set[BlockHash] = set()
 
-    def visit(self, path: Sequence[BlockHash], num_known: int, num_blocks: int, now: float) -> Visit[BlockHash]:
+    def visit(
+        self,
+        path: Sequence[BlockHash],
+        num_known: int,
+        num_blocks: int,
+        now: float,
+        stop: FinishReason | None = None,
+    ) -> Visit[BlockHash]:
         self._seen_again.update(self._seen.intersection(path))
         self._seen.update(path)
         return super().visit(path, num_known, num_blocks, now)
@@ -60,7 +67,7 @@ def with_queue(trace: Sequence[TraceRequest], capacity: int, queue: EvictionQueu
         num_more = len(queue) + len(request.hashes) - capacity
         if num_more > 0:
             queue.evict_many(min(num_more, len(queue)), request.arrival_s)
-        queue.visit(request.hashes, request.arrival_s)
+        queue.visit(request.hashes, request.arrival_s, stop=request.stop)
         queue.release(request.hashes, request.arrival_s)
         while len(queue) > capacity:
             queue.evict(request.arrival_s)

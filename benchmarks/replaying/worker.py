@@ -110,7 +110,7 @@ class ReplayWorker:
                 self.pool.seal(block, block_hash)
 
     def give_back(self, job: ReplayedRequest, now: float) -> None:
-        self.pool.retire(job.blocks, now)
+        self.pool.retire(job.blocks, now, stop=job.request.stop)
         job.blocks = []
 
     def start_prefill(self, job: ReplayedRequest, now: float) -> float:

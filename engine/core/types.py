@@ -268,6 +268,9 @@ class CacheHints:
     ttl_s: float | None = None
     """Seconds to live from the end of the request on; None for no limit."""
     marks: tuple[CacheMark, ...] = ()
+    call_token: int | None = None
+    """Token that each call of a function begins with, where the answer may have calls: eviction learns by it how soon
+    prompts come back. None: nothing tells calls from other text."""
 
 
 @dataclass(frozen=True, slots=True)

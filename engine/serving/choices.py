@@ -133,11 +133,14 @@ class Choices:
         """Retention of the request's KV."""
         spec, block_size = reading.spec, self._facts.block_size
         marks = zip(spec.retention.marks, reading.marked_tokens, strict=True)
+        # Formats without a marker write calls as any text, of which no token says that it is a call.
+        call = self._facts.tool_format.form.marker if spec.tools is not None and spec.tools.may_call else None
         return CacheHints(
             tenant.name,
             spec.retention.priority,
             spec.retention.ttl_s,
             tuple(CacheMark(-(-num_tokens // block_size), MARKED_PRIORITY, mark.ttl_s) for mark, num_tokens in marks),
+            call_token=self._vocabulary.added_id(call) if call else None,
         )
 
     def _salt(

@@ -28,6 +28,10 @@ class Vocabulary:
         shown = {token_id: name for token_id, name in ids if token_id is not None}
         return ShowingDetokenizer(self.detokenizer(), shown) if shown else self.detokenizer()
 
+    def added_id(self, name: str) -> int | None:
+        """The id of a token beyond the vocabulary's texts, special or not; None if there is none of this name."""
+        return self._tokenizer.added_id(name)
+
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of one token, special tokens by their names; none of an id that only pads the vocabulary."""
         if self._named_bytes is not None:

@@ -15,7 +15,7 @@ from raydix.engine.core.eviction.life_table import EDGES, NUM_BINS, LifeTable, b
 from raydix.engine.core.eviction.queue import EvictionQueue, Quota
 from raydix.engine.core.eviction.ranking import LeastRecent, Ranking, Visit
 from raydix.engine.core.eviction.survival import NUM_KINDS, Survival
-from raydix.engine.core.types import EvictionReason, Retention
+from raydix.engine.core.types import EvictionReason, FinishReason, Retention
 
 QUOTAS = {"a": Quota(floor=2), "b": Quota(floor=1, ceiling=3)}
 Path = tuple[str, ...]
@@ -26,13 +26,19 @@ def path_of(name: str) -> Path:
     return tuple(name[: end + 1] for end in range(len(name)))
 
 
-def use(queue: EvictionQueue[str], name: str, now: float = 0.0, retention: Retention | None = None) -> None:
+def use(
+    queue: EvictionQueue[str],
+    name: str,
+    now: float = 0.0,
+    retention: Retention | None = None,
+    stop: FinishReason | None = None,
+) -> None:
     """One request from beginning to end."""
     path = path_of(name)
     for key in path:
         if key in queue:
             queue.acquire(key)
-    queue.visit(path, now, retention or Retention())
+    queue.visit(path, now, retention or Retention(), stop=stop)
     queue.release(path, now)
 
 
@@ -573,7 +579,9 @@ def test_the_ranking_hears_how_many_blocks_there_are() -> None:
     told: list[tuple[int, int]] = []
 
     class Listening(LeastRecent[str]):
-        def visit(self, path: Sequence[str], num_known: int, num_blocks: int, now: float) -> Visit[str]:
+        def visit(
+            self, path: Sequence[str], num_known: int, num_blocks: int, now: float, stop: FinishReason | None = None
+        ) -> Visit[str]:
             told.append((num_known, num_blocks))
             return super().visit(path, num_known, num_blocks, now)
 
@@ -596,3 +604,33 @@ def test_other_quotas_hold_for_the_blocks_that_are_there(queue: EvictionQueue[st
     ]
     queue.limit({})
     assert queue.evict_many(1, 2) == [("cxyz", EvictionReason.FULL)]
+
+
+def test_an_agent_that_waits_for_a_tool_stays_before_one_whose_turn_is_over() -> None:
+    """Those with calls come back after 9 s, those without only once in a while, and later."""
+    queue: EvictionQueue[str] = EvictionQueue(Survival())
+    events: list[tuple[float, str, FinishReason]] = []
+    for number in range(200):
+        stop = FinishReason.TOOL_CALLS if number % 2 else FinishReason.STOP
+        name = chr(1000 + number) + "xyz"
+        events.append((number, name, stop))
+        if stop is FinishReason.TOOL_CALLS:
+            events.append((number + 9, name + "w", FinishReason.STOP))
+        elif number % 8 == 0:
+            events.append((number + 60, name + "w", FinishReason.STOP))
+    for now, name, stop in sorted(events):
+        use(queue, name, now, stop=stop)
+    while len(queue):
+        queue.evict(300.0)
+
+    use(queue, "cxyz", 300.0, stop=FinishReason.TOOL_CALLS)
+    use(queue, "txyz", 301.0, stop=FinishReason.STOP)
+    assert [queue.evict(303.0) for _ in range(4)] == ["txyz", "txy", "tx", "t"], "also where it was used later"
+
+
+def test_visits_are_of_a_kind_by_the_answers_end_where_it_is_known() -> None:
+    survival: Survival[str] = Survival()
+    stops = (None, FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS)
+    kinds = [survival.visit(path_of(f"{stop}xyz"), 0, 4, 0.0, stop).kind for stop in stops]
+    assert kinds[1] == kinds[2] and len(set(kinds)) == 3 and max(kinds) == NUM_KINDS - 1
+    survival.check_integrity()

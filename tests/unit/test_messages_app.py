@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from raydix.engine.core.ingress.parsers import HERMES, LLAMA3, MISTRAL, ToolFormat
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from raydix.engine.core.types import CacheHints, CacheMark, FinishReason
-from tests.unit.ingress import ANSWER, MODEL, Replica, Reply, Served, body_of, call
+from tests.unit.ingress import ANSWER, MARKERS, MODEL, Replica, Reply, Served, body_of, call
 from tests.unit.served_app import app
 
 MESSAGES = "/v1/messages"
+TOOL = {"name": "clock", "input_schema": {"type": "object"}}
 
 
 def post(path: str = MESSAGES, headers: dict[str, str] | None = None, **fields: Any) -> Callable[[], Awaitable[Reply]]:
@@ -214,3 +216,23 @@ def test_reasoning_is_a_block_before_the_text(served: Served, stream: bool) -> N
     assert "".join(delta.get("thinking", "") for delta in deltas) == thought["thinking"]
     assert "".join(delta.get("text", "") for delta in deltas) == "It is noon."
     assert [event["index"] for event in events if event["type"] == "content_block_stop"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "fields", "call_token"),
+    [
+        (MISTRAL, {"tools": [TOOL]}, MARKERS["[TOOL_CALLS]"]),
+        (MISTRAL, {"tools": [TOOL], "tool_choice": {"type": "none"}}, None),
+        (MISTRAL, {}, None),
+        # Neither is one token of these models.
+        (HERMES, {"tools": [TOOL]}, None),
+        (LLAMA3, {"tools": [TOOL]}, None),
+    ],
+)
+def test_workers_know_the_token_that_calls_begin_with(
+    served: Served, tool_format: ToolFormat, fields: dict[str, Any], call_token: int | None
+) -> None:
+    replica = Replica(tool_format=tool_format)
+    served(replica, post(**fields))
+    [generation] = replica.dispatcher.begun
+    assert generation.cache.call_token == call_token

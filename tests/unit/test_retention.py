@@ -1,11 +1,14 @@
 """What requests and tenants may wish of eviction, through the scheduler. The pool has 32 blocks of four tokens."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from raydix.engine.core.eviction.policies import EvictionPolicy, make_queue
-from raydix.engine.core.eviction.queue import Quota
+from raydix.engine.core.eviction.queue import EvictionQueue, Quota
+from raydix.engine.core.eviction.ranking import LeastRecent, Visit
 from raydix.engine.core.settings import SchedulerLimits
-from raydix.engine.core.types import CacheHints, CacheMark
+from raydix.engine.core.types import BlockHash, CacheHints, CacheMark, FinishReason, Stage
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.scheduler import Scheduler
 from tests.unit.builders import FakeModel, chain_of, hashes_of, import_blocks, keys_of, make_assignment, run_all, submit
@@ -126,3 +129,34 @@ def test_another_request_renews_a_mark() -> None:
     assert worker.num_kept(KEPT) == 3
     worker.ask((9, *KEPT[1:]), CacheHints(), now=9.0)
     assert worker.num_kept(KEPT) == 0
+
+
+def test_eviction_hears_whether_an_answer_has_calls() -> None:
+    """Where a token tells, and not from a worker that generates no more than the answer's first token."""
+    told: list[FinishReason | None] = []
+
+    class Listening(LeastRecent[BlockHash]):
+        def visit(
+            self,
+            path: Sequence[BlockHash],
+            num_known: int,
+            num_blocks: int,
+            now: float,
+            stop: FinishReason | None = None,
+        ) -> Visit[BlockHash]:
+            told.append(stop)
+            return super().visit(path, num_known, num_blocks, now, stop)
+
+    pool = BlockPool(NUM_BLOCKS, 4, EvictionQueue(Listening()))
+    scheduler, model = Scheduler(pool, SchedulerLimits(64, 8), NUM_BLOCKS * 4), FakeModel(pool)
+
+    def ask(hints: CacheHints, stage: Stage = Stage.WHOLE) -> list[int | None]:
+        submit(scheduler, make_assignment("a", KEPT, max_tokens=3, stage=stage, cache=hints))
+        return [event.token_id for event in run_all(scheduler, model)["a"]]
+
+    _, token, _ = ask(CacheHints())
+    assert token is not None
+    ask(CacheHints(call_token=token))
+    ask(CacheHints(call_token=1 << 20))
+    ask(CacheHints(call_token=token), Stage.PREFILL)
+    assert told == [None, FinishReason.TOOL_CALLS, FinishReason.STOP, None]

@@ -23,6 +23,7 @@ from raydix.engine.core.eviction.queue import EvictionQueue
 from raydix.engine.core.eviction.ranking import Key, Visit
 from raydix.engine.core.eviction.sampling import Sample
 from raydix.engine.core.eviction.survival import Survival
+from raydix.engine.core.types import FinishReason
 
 CLOCKS = ((2000, 1.5), (200, 2.5))
 """Clocks of the scores: requests after which a hit counts half, and standard deviations of chance that a lead must
@@ -53,8 +54,10 @@ class Duel(Generic[Key]):
         self._leader = self.ghosts[0]
         self._num_visits = 0
 
-    def visit(self, path: Sequence[Key], num_known: int, num_blocks: int, now: float) -> Visit[Key]:
-        visit = self._numbered(self._survival.visit(path, num_known, num_blocks, now))
+    def visit(
+        self, path: Sequence[Key], num_known: int, num_blocks: int, now: float, stop: FinishReason | None = None
+    ) -> Visit[Key]:
+        visit = self._numbered(self._survival.visit(path, num_known, num_blocks, now, stop))
         previous, visit.previous = visit.previous, None
         sampled = self._sample.take(path, visit, self._by_survival.queue)
         # A ghost holds as much of the sample as the real queue holds of all blocks.
@@ -168,7 +171,9 @@ class Ghost(Generic[Key]):
             queue.requeue([previous])
         return num_hits
 
-    def visit(self, path: Sequence[Key], num_known: int, num_blocks: int, now: float) -> Visit[Key]:
+    def visit(
+        self, path: Sequence[Key], num_known: int, num_blocks: int, now: float, stop: FinishReason | None = None
+    ) -> Visit[Key]:
         """The real queue's visit, from which `Survival` has learnt already."""
         assert self._latest is not None
         return self._latest

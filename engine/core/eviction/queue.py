@@ -21,7 +21,7 @@ from typing import Generic, TypeAlias
 
 from raydix.engine.core.eviction.cached_block import CachedBlock
 from raydix.engine.core.eviction.ranking import Key, Ranking, Visit
-from raydix.engine.core.types import DEFAULT_RETENTION, EvictionReason, Retention
+from raydix.engine.core.types import DEFAULT_RETENTION, EvictionReason, FinishReason, Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +98,17 @@ class EvictionQueue(Generic[Key]):
         now: float,
         retention: Retention = DEFAULT_RETENTION,
         marked: Sequence[Retention] = (),
+        stop: FinishReason | None = None,
     ) -> None:
         """A request has used the held blocks of `path`, in sequence order and from the root on. `marked`: retention of
-        the first blocks, where it is another."""
+        the first blocks, where it is another; `stop`: the reason of the answer's end, where it is known."""
         if not path:
             return
         self._age(now)
         # Blocks [0, num_known) were used before this request; the rest is new with it.
         num_known = self._num_known(path)
         num_blocks = len(self._blocks) + sum(key not in self._blocks for key in path[num_known:])
-        visit = self._ranking.visit(path, num_known, num_blocks, now)
+        visit = self._ranking.visit(path, num_known, num_blocks, now, stop)
         previous, visit.previous = visit.previous, None
         if num_known:
             last = self._blocks[path[num_known - 1]]

@@ -3,6 +3,8 @@
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from raydix.engine.core.types import FinishReason
+
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -56,9 +58,11 @@ class Ranking(Protocol[Key]):
     is_renewed_by_release: bool
     """True if a block counts as used at every last release, not only at the end of a request."""
 
-    def visit(self, path: Sequence[Key], num_known: int, num_blocks: int, now: float) -> Visit[Key]:
+    def visit(
+        self, path: Sequence[Key], num_known: int, num_blocks: int, now: float, stop: FinishReason | None = None
+    ) -> Visit[Key]:
         """A request has used `path`, from the root; its first `num_known` blocks were known before. The queue now knows
-        `num_blocks`."""
+        `num_blocks`. `stop`: the reason of the answer's end, where it is known."""
         ...
 
     def pause(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
@@ -86,7 +90,9 @@ class LeastRecent(Generic[Key]):
     def __init__(self) -> None:
         self._num_visits = 0
 
-    def visit(self, path: Sequence[Key], num_known: int, num_blocks: int, now: float) -> Visit[Key]:
+    def visit(
+        self, path: Sequence[Key], num_known: int, num_blocks: int, now: float, stop: FinishReason | None = None
+    ) -> Visit[Key]:
         return self.pause(path, num_known, now)
 
     def pause(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:

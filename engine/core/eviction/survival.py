@@ -2,8 +2,10 @@
 
 A *visit* is one request's use of its path of blocks. Another visit follows (the next turn of a chat, the next question
 about a document) or none, and the chance falls with the time without one. The chance depends on facts that the server
-sees: the number of turns before, and the number of blocks that the request added. So visits are divided into kinds, and
-a life table per kind gives the worth of keeping the visit's blocks at its age.
+sees. An agent comes back within seconds where its answer has calls, and where the answer ends a turn within minutes or
+never: whoever says how answers end has two kinds of visits. Other visits are divided by the number of turns before, and
+by the number of blocks that the request added. A life table per kind gives the worth of keeping the visit's blocks at
+its age.
 
 All blocks of a visit are worth the same: conversations are kept or given up as wholes, from their ends. When room is
 short, visits near the usual think time are kept and newcomers go, beyond any order of recency (hits per second of
@@ -23,10 +25,12 @@ from typing import Generic, TypeAlias
 
 from raydix.engine.core.eviction.life_table import EDGES, NUM_BINS, LifeTable
 from raydix.engine.core.eviction.ranking import Key, Visit
+from raydix.engine.core.types import FinishReason
 
 MAX_TURN = 7
 MAX_ADDED = 10
-NUM_KINDS = (MAX_TURN + 1) * (MAX_ADDED + 1)
+NUM_TURN_KINDS = (MAX_TURN + 1) * (MAX_ADDED + 1)
+NUM_KINDS = NUM_TURN_KINDS + 2
 NUM_TRUNK_KINDS = 8
 MAX_VISITS = 16384
 _Memory: TypeAlias = OrderedDict[Key, Visit[Key]]
@@ -56,7 +60,9 @@ class Survival(Generic[Key]):
         self._visit_table = LifeTable(NUM_KINDS)
         self._trunk_table = LifeTable(NUM_TRUNK_KINDS)
 
-    def visit(self, path: Sequence[Key], num_known: int, num_blocks: int, now: float) -> Visit[Key]:
+    def visit(
+        self, path: Sequence[Key], num_known: int, num_blocks: int, now: float, stop: FinishReason | None = None
+    ) -> Visit[Key]:
         """Learn from a request's path, and remember the visit until the next request passes its landmark."""
         previous, num_shared = self._continued(path, now)
         turn, num_again = 0, max(num_known, num_shared)
@@ -73,7 +79,7 @@ class Survival(Generic[Key]):
 
         # The landmark lies in the middle of the added blocks, behind the path's first block if there are others.
         added = max(1, len(path) - num_known)
-        kind = _kind(turn, added)
+        kind = _kind(turn, added, stop)
         landmark = path[min(len(path) - 1, max(1, len(path) - added - 1 + added // 2))]
         visit = Visit(kind=kind, turn=turn, length=len(path), born=now, landmark=landmark, end=path[-1])
         visit.num_again = num_again
@@ -184,5 +190,9 @@ class Survival(Generic[Key]):
         del known[visit.landmark], ages[visit.age_bin][visit.landmark]
 
 
-def _kind(turn: int, num_added: int) -> int:
+def _kind(turn: int, num_added: int, stop: FinishReason | None = None) -> int:
+    # Among agents the turn and the blocks say nothing that the answer's end does not say better, and more kinds would
+    # have fewer visits each to learn from.
+    if stop is not None:
+        return NUM_TURN_KINDS + (stop is FinishReason.TOOL_CALLS)
     return min(turn, MAX_TURN) * (MAX_ADDED + 1) + min(num_added.bit_length() - 1, MAX_ADDED)

@@ -19,7 +19,7 @@ from raydix.engine.core.eviction.queue import EvictionQueue, Quota
 from raydix.engine.core.eviction.ranking import LeastRecent
 from raydix.engine.core.settings import EngineSettings
 from raydix.engine.core.tenants import quotas
-from raydix.engine.core.types import DEFAULT_RETENTION, BlockHash, EvictionReason, Retention
+from raydix.engine.core.types import DEFAULT_RETENTION, BlockHash, EvictionReason, FinishReason, Retention
 
 
 class OutOfBlocksError(Exception):
@@ -173,11 +173,12 @@ class BlockPool:
         now: float,
         retention: Retention = DEFAULT_RETENTION,
         marked: Sequence[Retention] = (),
+        stop: FinishReason | None = None,
     ) -> None:
         """Release the blocks of an ended request, from its first block on: eviction learns. `marked`: retention of the
-        first blocks, where it is another."""
+        first blocks, where it is another; `stop`: the reason of the answer's end, where it is known."""
         if self.keeps_blocks:
-            self._queue.visit(self._path(blocks), now, retention, marked)
+            self._queue.visit(self._path(blocks), now, retention, marked, stop)
         else:
             self._unname(blocks)
         self.release(blocks, now)

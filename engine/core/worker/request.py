@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from raydix.engine.core.eviction.retention import marked, retention
 from raydix.engine.core.hashing import BlockChain
-from raydix.engine.core.types import Assignment, BlockHash, Pooling, Retention, Stage, TokenLogprobs
+from raydix.engine.core.types import Assignment, BlockHash, FinishReason, Pooling, Retention, Stage, TokenLogprobs
 from raydix.engine.core.worker.drafts.suffixes import Suffixes
 
 
@@ -173,6 +173,16 @@ class Request:
     def marked(self, now: float) -> Sequence[Retention]:
         """Retention of the blocks before the last mark, from the first block on."""
         return marked(self.assignment.cache, now)
+
+    @property
+    def stop(self) -> FinishReason | None:
+        """The reason of an ended answer's end: calls, or its turn is over; None where nothing tells them apart, or
+        another worker generates the answer."""
+        call = self.assignment.cache.call_token
+        if call is None or self.assignment.stage is Stage.PREFILL:
+            return None
+        answer = self.token_ids[self.assignment.num_prompt_tokens :]
+        return FinishReason.TOOL_CALLS if call in answer else FinishReason.STOP
 
     def check_integrity(self, *, is_running: bool) -> None:
         """Assert that progress, blocks, scores and pooling agree."""

@@ -470,8 +470,11 @@ class Scheduler:
         """Release the request's blocks. Eviction learns from the end of a request only."""
         del self.running[request.request_id]
         self._contents.end(request)
-        release = self.pool.retire if has_ended else self.pool.pause
-        release(request.give_up_blocks(), now, request.retention(now), request.marked(now))
+        blocks, retention, marked = request.give_up_blocks(), request.retention(now), request.marked(now)
+        if has_ended:
+            self.pool.retire(blocks, now, retention, marked, request.stop)
+        else:
+            self.pool.pause(blocks, now, retention, marked)
 
     def _remove(self, request: Request, now: float, *, has_ended: bool) -> None:
         if request.assignment.is_idle:
