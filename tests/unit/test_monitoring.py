@@ -3,7 +3,6 @@
 import json
 import re
 import runpy
-import shutil
 import subprocess
 from collections import defaultdict
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.skips import NO_PROMETHEUS, has_no_prometheus
 from tests.unit.test_metrics import MeasuredScene
 
 ROOT = Path(__file__).parents[2]
@@ -195,7 +195,7 @@ def test_every_alert_says_what_to_do_and_so_does_the_document() -> None:
         assert f"| {rule['annotations']['action']} |" in table, rule["alert"]
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool on this machine")
+@pytest.mark.skipif(has_no_prometheus(), reason=NO_PROMETHEUS)
 @pytest.mark.parametrize("words", [("check", "rules", "alerts.yaml"), ("test", "rules", "alerts.test.yaml")])
 def test_promtool_accepts_the_alerts(words: tuple[str, ...]) -> None:
     """The second lets everything be wrong, in which each of them fires, and then nothing."""
