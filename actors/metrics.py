@@ -165,7 +165,7 @@ class WorkerMetrics:
         self._cached.set(engine.pool.num_cached)
         pool = {"block_size": str(engine.pool.block_size), "num_blocks": str(engine.pool.num_blocks)}
         self._pool.set(1, {**pool, "block_bytes": str(engine.store.block_bytes)})
-        self._pending_grammars.set(0 if engine.grammars is None else engine.grammars.num_pending)
+        self._pending_grammars.set(0 if engine.grammars is None else engine.grammars.compiler.num_pending)
 
     def _flush_counts(self, counts: dict[str, float]) -> None:
         """Report the growth of these counts."""

@@ -138,7 +138,7 @@ class SteppedWorker:
         step = self.engine.step(time.monotonic())
         ended = time.perf_counter()
         if step is None and not failed and self.engine.grammars is not None:
-            self.engine.grammars.settle()
+            self.engine.grammars.compiler.settle()
             return []
         if failed or step is None or step.failures:
             raise RuntimeError(f"requests failed: {[*failed, *(() if step is None else step.failures)]}")

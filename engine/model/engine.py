@@ -145,12 +145,12 @@ class Engine:
         """Have the requests noted that each thread computes for, from now on; before the first of them."""
         self._note_work = note_work
         if self.grammars is not None:
-            self.grammars.note_work = note_work
+            self.grammars.note_work = self.grammars.compiler.note_work = note_work
 
     def prepare(self) -> None:
         """Do what a first request of some kind would make others wait for, as nobody waits now."""
         if self.grammars is not None:
-            self.grammars.prepare()
+            self.grammars.compiler.prepare()
 
     def submit(self, assignment: Assignment, now: float) -> None:
         """Queue a request; its events come out of later steps."""
@@ -170,7 +170,7 @@ class Engine:
         if self.grammars is None:
             self._refuse_all(grammar.digest, "this model has none", now)
         # Otherwise the grammar is being compiled beside the steps, and the request waits (`hear_of_grammars`).
-        elif self.grammars.require(grammar, assignment.request_id):
+        elif self.grammars.compiler.require(grammar, assignment.request_id):
             self.scheduler.imports.grammar_settled(grammar.digest)
 
     def abort(self, request_ids: Iterable[str], now: float, *, has_ended: bool = False) -> None:
@@ -209,7 +209,7 @@ class Engine:
         """Let requests go on whose grammar has been compiled since the last call; returns the ends of those whose
         grammar cannot be."""
         if self.grammars is not None:
-            for news in self.grammars.news():
+            for news in self.grammars.compiler.news():
                 if news.error is None:
                     self.scheduler.imports.grammar_settled(news.digest)
                 else:

@@ -1,26 +1,19 @@
-"""The grammars of one worker: compiled beside the engine's thread, kept by digest, one matcher per request.
+"""The places of one worker's requests in their grammars: one matcher per request, and the masks of its tokens.
 
 | thread | does |
 |---|---|
 | engine | asks for grammars, hears of compiled ones, looks at drafts, begins and takes the masks of a step |
-| `grammar` | loads the tokenizer once, when the engine idles or for the first grammar; compiles |
+| `grammar` | compiles (`raydix.engine.model.grammar_compiler`) |
 | `mask` | moves the matchers on and computes masks while the model runs |
-
-llguidance holds the interpreter's lock for 0.3 s or more while it builds its tokenizer, so that streams would stand
-still for one client's first grammar. The lock is free while the engine idles (`prepare`). A start would be longer by as
-much; a worker that sees no grammar at all spends half a second of processor time in which nobody waits, and 60 MiB.
 """
 
 import logging
-import queue
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -29,7 +22,7 @@ from raydix.engine.core.types import Grammar, NoteWork, note_nothing
 from raydix.engine.core.worker.drafts.forms import Choose, FormToken
 from raydix.engine.core.worker.drafts.rows import DraftedRow, Row, with_drafts
 from raydix.engine.model.drafted_places import DraftedPlace, led_place
-from raydix.engine.model.lead_masks import LeadMasks
+from raydix.engine.model.grammar_compiler import GrammarCompiler
 from raydix.engine.model.masks import Mask, Masks, early_stops, num_words, restrict
 
 if TYPE_CHECKING:
@@ -42,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_COMPILED = 256
-"""Grammars kept compiled; others are compiled again when needed."""
 CHOICE_SHARE = 0.02
 """Part of the engine's time that walks may take on average."""
 MAX_WALK_S = 0.5e-3
@@ -109,133 +100,21 @@ class StepMasks:
     dead end gets its reason in the step in which the row is the request's own."""
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarNews:
-    """A grammar has been compiled, or cannot be."""
-
-    digest: bytes
-    error: str | None = None
-
-
 class Grammars:
-    """Compiled grammars and matchers of a worker's requests, over `vocab_size` tokens.
+    """Matchers of a worker's requests in their grammars, over `vocab_size` tokens.
 
     `load` makes the tokenizer, with its end-of-sequence ids, in a thread.
     """
 
     def __init__(self, load: "Callable[[], LLTokenizer]", vocab_size: int) -> None:
-        self._load = load
         self._num_words = num_words(vocab_size)
-        self._tokenizer: LLTokenizer | None = None
-        self._table: Sequence[bytes] | None = None
-        """The bytes of each token; None until a grammar has a lead."""
-        self._leads: LeadMasks | None = None
-        self._loading = Lock()
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
-        self._lock = Lock()
-        """Held around `_compiled`, which both threads use."""
-        self._pending: set[bytes] = set()
-        self._news: queue.SimpleQueue[GrammarNews] = queue.SimpleQueue()
+        self.compiler = GrammarCompiler(load, self._num_words)
         self._matchers: dict[str, tuple[int, Matcher]] = {}
         """Matchers by request id, each with its attempt."""
-        self._compiler: ThreadPoolExecutor | None = None
         self._masker: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None
         self._walking = TimeShare(CHOICE_SHARE)
-        self._hard: set[bytes] = set()
-        """Grammars in which nothing is chosen: a walk took too long, or broke its matcher."""
-        self._long: set[bytes] = set()
-        """Grammars whose forced texts are not looked for: one was too long."""
-        self.wake: Callable[[], None] = lambda: None
-        """Called in a thread when there is news."""
         self.note_work: NoteWork = note_nothing
-
-    # Compiling
-
-    def prepare(self) -> None:
-        """Have the tokenizer loaded, in a thread, while nothing else is to be done."""
-        self._compiling_thread().submit(self._load_once)
-
-    def _compiling_thread(self) -> ThreadPoolExecutor:
-        if self._compiler is None:
-            self._compiler = ThreadPoolExecutor(1, "grammar")
-        return self._compiler
-
-    def _load_once(self) -> "LLTokenizer":
-        with self._loading:
-            if self._tokenizer is None:
-                self._tokenizer = self._load()
-            return self._tokenizer
-
-    def require(self, grammar: Grammar, request_id: str = "") -> bool:
-        """Return True if the grammar is compiled; otherwise there will be news of it. `request_id`: who wants it."""
-        digest = grammar.digest
-        with self._lock:
-            # A grammar that is compiled can still lack the table of tokens, which only those with a lead need.
-            if digest in self._compiled and (grammar.lead is None or self._leads is not None):
-                self._compiled.move_to_end(digest)
-                return True
-        if digest not in self._pending:
-            # One compilation for all who wait: a hundred requests of one schema compile it once.
-            self._pending.add(digest)
-            self._compiling_thread().submit(self._compile_and_tell, grammar, digest, request_id)
-        return False
-
-    def news(self) -> list[GrammarNews]:
-        """Return the news since the last call."""
-        news = []
-        while not self._news.empty():
-            news.append(self._news.get())
-        self._pending.difference_update(each.digest for each in news)
-        return news
-
-    @property
-    def num_pending(self) -> int:
-        """Grammars that are being compiled, or wait for it; any thread may ask."""
-        return len(self._pending)
-
-    def settle(self) -> None:
-        """Return when everything asked for so far is compiled; for tests and measurements."""
-        if self._compiler is not None:
-            self._compiler.submit(lambda: None).result()
-
-    def _compile_and_tell(self, grammar: Grammar, digest: bytes, request_id: str) -> None:
-        error = None
-        # Were this process to die now, its last words would name the request whose grammar did it.
-        self.note_work((request_id,))
-        try:
-            self.compile(grammar)
-        except BaseException as caught:  # of any kind, also a panic of Rust's: its requests must not wait for ever
-            error = str(caught)
-        self.note_work(())
-        # The news before the wake: the engine's thread finds it when it looks.
-        self._news.put(GrammarNews(digest, error))
-        self.wake()
-
-    def compile(self, grammar: Grammar) -> "LLMatcher":
-        """Compile a grammar in canonical form, in any thread; llguidance does so without the interpreter's lock. Raises
-        GrammarError if it cannot be compiled."""
-        from llguidance import LLMatcher
-
-        from raydix.engine.model.grammar_source import GrammarError, first_words, limits, native_source
-
-        tokenizer = self._load_once()
-        with self._loading:
-            if grammar.lead is not None and self._leads is None:
-                self._table = [tokenizer.decode_bytes([each]) for each in range(tokenizer.vocab_size)]
-                self._leads = LeadMasks(self._table, tokenizer.eos_tokens, self._num_words)
-        matcher = LLMatcher(tokenizer, native_source(grammar), log_level=0, limits=limits())
-        if matcher.is_error():
-            raise GrammarError(first_words(matcher.get_error()))
-
-        with self._lock:
-            self._compiled[grammar.digest] = matcher
-            if len(self._compiled) > MAX_COMPILED:
-                # Matchers under way keep their own copy; the marks of a forgotten grammar would grow for ever.
-                oldest, _ = self._compiled.popitem(last=False)
-                self._hard.discard(oldest)
-                self._long.discard(oldest)
-        return matcher
 
     # Drafts
 
@@ -259,7 +138,7 @@ class Grammars:
         """Have no forced text looked for in other answers, too, where a request's matcher has met one too long."""
         grammar = request.assignment.sampling.grammar
         if matcher.forces_long_texts and grammar is not None:
-            self._long.add(grammar.digest)
+            self.compiler.long.add(grammar.digest)
 
     def walk(self, request: Row, count: int, least: float, choose: Choose) -> Sequence[FormToken]:
         """Return at most `count` next tokens, forced by the request's grammar or chosen where a few are allowed; none
@@ -288,14 +167,15 @@ class Grammars:
         grammar = request.assignment.sampling.grammar
         assert grammar is not None
         matcher.is_hard = True
-        self._hard.add(grammar.digest)
+        self.compiler.hard.add(grammar.digest)
 
     def _guessed(self, request: Row, look: "Callable[[Matcher], T]", nothing: T) -> T:
         """Return the result of a look at a request's matcher that leaves the matcher as it was; `nothing` where there
         is none yet and its grammar would have to be compiled, which is not for the engine's thread. A look that breaks
         the matcher costs the matcher: the next masks get another one."""
         # Compiling would hold up the engine's thread, with all streams, for a guess that need not be made.
-        if not self._has_matcher(request) and not self._is_compiled(request.assignment.sampling.grammar):
+        grammar = request.assignment.sampling.grammar
+        if not self._has_matcher(request) and (grammar is None or self.compiler.compiled(grammar) is None):
             return nothing
         self.note_work((request.request_id,))
         try:
@@ -360,8 +240,8 @@ class Grammars:
             if self._matcher(requests[place.row]).state.is_error():
                 self._fill_again(place, requests[place.row], bits)
 
-        assert self._tokenizer is not None or not places
-        end_ids = frozenset(self._tokenizer.eos_tokens if self._tokenizer is not None else ())
+        assert self.compiler.tokenizer is not None or not places
+        end_ids = frozenset(self.compiler.tokenizer.eos_tokens if self.compiler.tokenizer is not None else ())
         rows = [-1] * len(requests)
         for place in places:
             for behind in range(1 + len(place.draft)):
@@ -393,17 +273,17 @@ class Grammars:
         self.forget(request.request_id)
         grammar = request.assignment.sampling.grammar
         assert grammar is not None
-        self._begin_matcher(request, grammar, self.compile(grammar))
+        self._begin_matcher(request, grammar, self.compiler.compile(grammar))
 
     def _fill(self, places: Sequence[DraftedPlace]) -> Masks:
         """Compute the masks of places and of the drafts behind, as far as the drafts are allowed; others stay empty."""
         if not places:
             return np.zeros((0, self._num_words), np.int32)
-        assert self._tokenizer is not None
-        size = num_words(self._tokenizer.vocab_size)
+        assert self.compiler.tokenizer is not None
+        size = num_words(self.compiler.tokenizer.vocab_size)
         bits = np.zeros((sum(1 + len(place.draft) for place in places), size), np.int32)
 
-        led = [led_place(place, self._leads) for place in places]
+        led = [led_place(place, self.compiler.leads) for place in places]
         self._compute([job for each in led if (job := each.job) is not None], bits)
         # The tokenizer may have more tokens than the model has logits; words for those are cut off.
         bits = np.ascontiguousarray(bits[:, : self._num_words])
@@ -490,22 +370,15 @@ class Grammars:
         """True if this attempt of a request has a matcher."""
         return self._matchers.get(request.request_id, (None, None))[0] == request.assignment.attempt
 
-    def _is_compiled(self, grammar: Grammar | None) -> bool:
-        """True if a matcher can be made at once."""
-        with self._lock:
-            is_there = grammar is not None and grammar.digest in self._compiled
-        return is_there and grammar is not None and (grammar.lead is None or self._leads is not None)
-
     def _matcher(self, request: Row) -> "Matcher":
         """Return the matcher of a request, made anew for a new attempt."""
         attempt, matcher = self._matchers.get(request.request_id, (None, None))
         if matcher is None or attempt != request.assignment.attempt:
             grammar = request.assignment.sampling.grammar
             assert grammar is not None
-            with self._lock:
-                compiled = self._compiled.get(grammar.digest)
-            if compiled is None or (grammar.lead is not None and self._leads is None):
-                compiled = self.compile(grammar)
+            compiled = self.compiler.compiled(grammar)
+            if compiled is None:
+                compiled = self.compiler.compile(grammar)
             # Of a new attempt as well: the worker may have had an earlier one, whose matcher is at another place.
             matcher = self._begin_matcher(request, grammar, compiled)
         return matcher
@@ -514,9 +387,11 @@ class Grammars:
         from raydix.engine.model.grammar_source import may_force_long_text
         from raydix.engine.model.matcher import Matcher
 
-        matcher = Matcher(compiled, grammar.lead, self._table or (), may_force_long_text=may_force_long_text(grammar))
-        matcher.is_hard = grammar.digest in self._hard
-        matcher.forces_long_texts = grammar.digest in self._long
+        matcher = Matcher(
+            compiled, grammar.lead, self.compiler.table or (), may_force_long_text=may_force_long_text(grammar)
+        )
+        matcher.is_hard = grammar.digest in self.compiler.hard
+        matcher.forces_long_texts = grammar.digest in self.compiler.long
         self._matchers[request.request_id] = request.assignment.attempt, matcher
         return matcher
 

@@ -55,7 +55,7 @@ class EngineLoop:
         """Time at which the engine prepares if it has had no step until then; None when it has prepared."""
         self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         if engine.grammars is not None:
-            engine.grammars.wake = lambda: self.post(lambda engine: None)
+            engine.grammars.compiler.wake = lambda: self.post(lambda engine: None)
         self._thread = threading.Thread(target=self._run_or_break, name="engine", daemon=True)
 
     def start(self) -> None:

@@ -75,7 +75,7 @@ def wait_for_grammars(engine: Engine) -> list[TokenEvent]:
     """Wait until every grammar asked for is compiled; returns the ends of the requests whose grammar cannot be."""
     refusals: list[TokenEvent] = []
     assert engine.grammars is not None
-    engine.grammars.settle()
+    engine.grammars.compiler.settle()
     refusals += engine.hear_of_grammars(0.0)
     return refusals
 

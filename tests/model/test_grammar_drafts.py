@@ -187,7 +187,7 @@ def test_choices_of_real_tokens_are_learnt(monkeypatch: pytest.MonkeyPatch) -> N
     guesser = FormGuesser(grammars(), LearntChoices())
     for is_flexible in (False, True):
         form = schema_grammar(schema, whitespace_flexible=is_flexible)
-        grammars().compile(form)
+        grammars().compiler.compile(form)
         answer, drafts = '{"paid":true,"state":"kept","late":1}', list[str]()
         for turn in range(2):
             asked = assignment(f"{is_flexible} {turn}", form, max_tokens=50)

@@ -234,7 +234,7 @@ def test_structural_tags_constrain_what_stands_behind_triggers() -> None:
         "structures": [{"begin": "<f=a>", "schema": {"const": [1, 2]}, "end": "</f>"}],
     }
     grammar = canonical(Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag)))
-    compiled = grammars().compile(grammar)
+    compiled = grammars().compiler.compile(grammar)
     for text, is_valid in (
         ("some text <f=a>[1,2]</f> and <f=a>[1, 2]</f> more", True),
         ("no call at all", True),

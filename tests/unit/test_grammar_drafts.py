@@ -17,6 +17,7 @@ from raydix.engine.core.worker.drafts.forms import Choose, FormToken
 from raydix.engine.core.worker.drafts.rows import DraftedRow, Row
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.model.grammar_compiler import GrammarCompiler
 from raydix.engine.model.grammars import Grammars, StepMasks
 from raydix.engine.model.matcher import Matcher
 from tests.unit.builders import chain_of
@@ -186,7 +187,7 @@ def test_a_token_that_no_grammar_knows_costs_the_draft_alone(grammar: Grammar, d
 def compiled(*known: Grammar) -> Grammars:
     grammars = make_grammars()
     for grammar in known:
-        grammars.compile(grammar)
+        grammars.compiler.compile(grammar)
     return grammars
 
 
@@ -290,17 +291,17 @@ def test_a_broken_look_at_forced_tokens_costs_the_matcher_alone(monkeypatch: pyt
 @pytest.mark.parametrize("grammar", [ABC, LED])
 def test_no_guess_has_a_grammar_compiled(grammar: Grammar, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others have pushed the grammar of a running request out: the next masks have it compiled, in their thread."""
-    compiling, compile_it = list[str](), Grammars.compile
+    compiling, compile_it = list[str](), GrammarCompiler.compile
 
-    def watched(grammars: Grammars, grammar: Grammar) -> LLMatcher:
+    def watched(compiler: GrammarCompiler, grammar: Grammar) -> LLMatcher:
         compiling.append(threading.current_thread().name.partition("_")[0])
-        return compile_it(grammars, grammar)
+        return compile_it(compiler, grammar)
 
     grammars, own = make_grammars(), request("r", grammar)
-    compile_it(grammars, ABC)
-    monkeypatch.setattr(Grammars, "compile", watched)
+    compile_it(grammars.compiler, ABC)
+    monkeypatch.setattr(GrammarCompiler, "compile", watched)
     if grammar is not LED:
-        grammars._compiled.clear()
+        grammars.compiler._compiled.clear()
     assert grammars.forced(own) == () and grammars.num_allowed(own, ids("a")) == 0 and not compiling
     assert allowed(step_masks(grammars, [own]).bits[0]) == alone(own, "") and compiling[0] == "mask"
     assert grammars.num_allowed(own, ids("a")) == 1, "there is a matcher now"

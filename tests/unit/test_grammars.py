@@ -24,8 +24,9 @@ from raydix.engine.core.worker.step import RunnerOutput, SampledToken, Scheduler
 from raydix.engine.model import grammar_source
 from raydix.engine.model import grammars as grammars_module
 from raydix.engine.model.engine import Engine, StepResult
+from raydix.engine.model.grammar_compiler import GrammarNews
 from raydix.engine.model.grammar_source import GrammarError
-from raydix.engine.model.grammars import GrammarNews, Grammars, StepMasks, TimeShare, forbid
+from raydix.engine.model.grammars import Grammars, StepMasks, TimeShare, forbid
 from raydix.engine.model.loop import EngineLoop
 from raydix.engine.model.matcher import Matcher
 from tests.unit.builders import FINGERPRINT, FakeModel, chain_of
@@ -88,12 +89,12 @@ def allowed(mask: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> set[int]:
 def test_a_grammar_is_compiled_once_in_a_thread_and_there_is_news_of_it() -> None:
     gate, woken = threading.Event(), threading.Event()
     grammars = Grammars(lambda: (gate.wait(30), tokenizer())[1], VOCAB)
-    grammars.wake = woken.set
-    assert not grammars.require(ABC) and not grammars.require(ABC)
+    grammars.compiler.wake = woken.set
+    assert not grammars.compiler.require(ABC) and not grammars.compiler.require(ABC)
     gate.set()
     assert woken.wait(30)
-    assert grammars.news() == [GrammarNews(ABC.digest)] and grammars.news() == []
-    assert grammars.require(ABC)
+    assert grammars.compiler.news() == [GrammarNews(ABC.digest)] and grammars.compiler.news() == []
+    assert grammars.compiler.require(ABC)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +109,9 @@ def test_a_grammar_is_compiled_once_in_a_thread_and_there_is_news_of_it() -> Non
 )
 def test_news_of_a_grammar_that_cannot_be_compiled(grammar: Grammar, words: str) -> None:
     grammars = make_grammars()
-    grammars.require(grammar)
-    grammars.settle()
-    (news,) = grammars.news()
+    grammars.compiler.require(grammar)
+    grammars.compiler.settle()
+    (news,) = grammars.compiler.news()
     assert news.digest == grammar.digest and news.error is not None and words in news.error
 
 
@@ -125,21 +126,21 @@ def test_a_tokenizer_that_cannot_be_used_is_tried_again() -> None:
 
     grammars = Grammars(load, VOCAB)
     for expected in ("no end", None):
-        grammars.require(ABC)
-        grammars.settle()
-        assert [news.error for news in grammars.news()] == [expected]
+        grammars.compiler.require(ABC)
+        grammars.compiler.settle()
+        assert [news.error for news in grammars.compiler.news()] == [expected]
 
 
 def test_grammars_pushed_out_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raydix.engine.model.grammars.MAX_COMPILED", 1)
+    monkeypatch.setattr("raydix.engine.model.grammar_compiler.MAX_COMPILED", 1)
     grammars = make_grammars()
     for grammar in (ABC, Grammar(GrammarKind.REGEX, "x")):
-        grammars.require(grammar)
-        grammars.settle()
-    assert len(grammars.news()) == 2
+        grammars.compiler.require(grammar)
+        grammars.compiler.settle()
+    assert len(grammars.compiler.news()) == 2
     masks = masks_of(grammars, request("r"))
     assert allowed(masks.bits[0]) == set(ids("a")), "a request that runs is not told"
-    assert not grammars.require(Grammar(GrammarKind.REGEX, "x"))
+    assert not grammars.compiler.require(Grammar(GrammarKind.REGEX, "x"))
 
 
 def test_a_process_without_grammars_does_not_load_the_library() -> None:
@@ -153,7 +154,7 @@ def test_a_process_without_grammars_does_not_load_the_library() -> None:
 
 
 def compiled(grammar: Grammar) -> Matcher:
-    return Matcher(make_grammars().compile(grammar))
+    return Matcher(make_grammars().compiler.compile(grammar))
 
 
 def test_a_place_is_a_function_of_the_tokens() -> None:
@@ -181,7 +182,7 @@ def test_drafts_are_consumed_and_rolled_back() -> None:
 
 def led(grammar: Grammar, answer: str = "") -> Matcher:
     grammars = make_grammars()
-    matcher = Matcher(grammars.compile(grammar), grammar.lead, grammars._table or ())
+    matcher = Matcher(grammars.compiler.compile(grammar), grammar.lead, grammars.compiler.table or ())
     matcher.follow(ids(answer))
     return matcher
 
@@ -246,18 +247,18 @@ def test_the_tokens_of_a_lead_and_of_the_answer(grammar: Grammar, answer: str, e
 
 def test_a_grammar_compiled_without_a_lead_serves_one_with_a_lead() -> None:
     grammars = make_grammars()
-    assert not grammars.require(ABC)
-    grammars.settle()
-    assert grammars.require(ABC) and [each.error for each in grammars.news()] == [None]
-    assert not grammars.require(LED), "the bytes of tokens are still to be listed"
-    grammars.settle()
-    assert grammars.require(LED) and LED.digest == ABC.digest
+    assert not grammars.compiler.require(ABC)
+    grammars.compiler.settle()
+    assert grammars.compiler.require(ABC) and [each.error for each in grammars.compiler.news()] == [None]
+    assert not grammars.compiler.require(LED), "the bytes of tokens are still to be listed"
+    grammars.compiler.settle()
+    assert grammars.compiler.require(LED) and LED.digest == ABC.digest
 
 
 def test_a_lead_waits_until_all_that_it_needs_is_there() -> None:
     grammars = make_grammars()
-    grammars.compile(ABC)
-    grammars._table = []  # as the other thread leaves it between the list of tokens and their masks
+    grammars.compiler.compile(ABC)
+    grammars.compiler.table = []  # as the other thread leaves it between the list of tokens and their masks
     masks = masks_of(grammars, request("r", OPENED, "</t>"))
     assert not masks.dead_ends and allowed(masks.bits[0]) == set(ids("a"))
 
@@ -279,7 +280,7 @@ def test_the_masks_of_a_step() -> None:
 def test_a_step_without_grammars_begins_nothing() -> None:
     grammars = make_grammars()
     assert grammars.begin([request("free", None)]) is None and grammars.begin([]) is None
-    assert grammars._masker is None and grammars._tokenizer is None
+    assert grammars._masker is None and grammars.compiler.tokenizer is None
 
 
 def test_a_new_attempt_has_a_matcher_of_its_own() -> None:
@@ -380,7 +381,7 @@ def make_engine(num_blocks: int = 32) -> Engine:
 def finish(engine: Engine) -> list[TokenEvent]:
     """The events of all requests, whose grammars are compiled first."""
     assert engine.grammars is not None
-    engine.grammars.settle()
+    engine.grammars.compiler.settle()
     events = engine.hear_of_grammars(0.0)
     while (step := engine.step(0.0)) is not None:
         events += [*step.events, *step.failures]
@@ -400,7 +401,7 @@ def test_an_answer_ends_where_its_grammar_ends() -> None:
 def test_a_request_waits_for_its_grammar_without_blocks_and_without_others() -> None:
     engine, gate = make_engine(), threading.Event()
     assert engine.grammars is not None
-    engine.grammars._load = lambda: (gate.wait(30), tokenizer())[1]
+    engine.grammars.compiler._load = lambda: (gate.wait(30), tokenizer())[1]
     engine.submit(assignment("constrained"), 0.0)
     engine.submit(assignment("free", None), 0.0)
     step = engine.step(0.0)
@@ -461,7 +462,7 @@ def test_an_aborted_request_leaves_nothing_behind() -> None:
     engine = make_engine()
     engine.submit(assignment(max_tokens=50), 0.0)
     assert engine.grammars is not None
-    engine.grammars.settle()
+    engine.grammars.compiler.settle()
     engine.hear_of_grammars(0.0)
     engine.step(0.0)
     assert engine.grammars.num_matchers == 1
@@ -500,13 +501,13 @@ def test_answers_do_not_fail_by_what_others_have_computed(monkeypatch: pytest.Mo
     monkeypatch.setattr(grammars_module, "HARD_S", 60.0)
     grammars, chance, compiling = make_grammars(), random.Random(1), list[Grammar]()
     spelled = Grammar(GrammarKind.REGEX, "(x[a-z ]{1,60}(zap|zip)|y[a-z0-9]{1,60}(foo|bar))z")
-    compile_it = grammars.compile
+    compile_it = grammars.compiler.compile
 
     def counted(grammar: Grammar) -> LLMatcher:
         compiling.append(grammar)
         return compile_it(grammar)
 
-    monkeypatch.setattr(grammars, "compile", counted)
+    monkeypatch.setattr(grammars.compiler, "compile", counted)
     running = [request(f"r-{number}", spelled, max_tokens=99) for number in range(16)]
     answers = [ids(f"y{''.join(chance.choices('abcfor019z', k=40))}fooz") for _ in running]
     for position in range(len(answers[0])):
@@ -526,13 +527,13 @@ def test_a_place_with_too_many_ways_to_go_on_ends_its_request_at_once(monkeypatc
     grammars, compiling = make_grammars(), list[Grammar]()
     properties = {f"p{number}": {"type": "string"} for number in range(1500)}
     wide = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": properties}))
-    compile_it = grammars.compile
+    compile_it = grammars.compiler.compile
 
     def counted(grammar: Grammar) -> LLMatcher:
         compiling.append(grammar)
         return compile_it(grammar)
 
-    monkeypatch.setattr(grammars, "compile", counted)
+    monkeypatch.setattr(grammars.compiler, "compile", counted)
     own = request("r", wide, max_tokens=99)
     assert not masks_of(grammars, own).dead_ends
     own.token_ids += ids('{"')

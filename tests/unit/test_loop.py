@@ -126,7 +126,7 @@ def test_an_engine_prepares_for_grammars_while_it_idles(monkeypatch: pytest.Monk
     watched.submit(prompt=PROMPT, max_tokens=2)
     assert len(watched.events_until_end()) == 2
     watched.loop.stop()
-    grammars.settle()
+    grammars.compiler.settle()
     assert loads.empty(), "once, and not between steps"
 
 
