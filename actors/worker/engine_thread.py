@@ -2,13 +2,18 @@
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
-from raydix.engine.core.types import Role
+from raydix.engine.core.log_fields import about
+from raydix.engine.core.types import Assignment, Role
 
 if TYPE_CHECKING:  # the engine imports torch, which only a worker's process needs
     from raydix.engine.model.engine import Engine, StepResult
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -51,6 +56,30 @@ class EngineThread:
     def post(self, command: "Callable[[Engine], None]") -> None:
         """Have `command` run in the engine's thread between two steps. Commands run in the order of posting."""
         self._loop.post(command)
+
+    def take_on(self, assignments: Sequence[Assignment], epoch: int) -> None:
+        """Have the engine of this incarnation compute requests, from its next step on; a request that it does not take
+        ends with an error event."""
+        now = time.monotonic()
+        self.post(lambda engine: self._take_on(engine, assignments, epoch, now))
+
+    def _take_on(self, engine: "Engine", assignments: Sequence[Assignment], epoch: int, now: float) -> None:
+        from raydix.engine.model.engine import StepResult, error_event
+
+        for assignment in assignments:
+            try:
+                engine.submit(assignment, now)
+                if assignment.promised_to not in (0, epoch):  # what was sent went to an earlier incarnation
+                    engine.scheduler.imports.stop_awaiting([assignment.request_id])
+            except Exception as error:  # its ingress must hear that nothing will come
+                logger.exception(
+                    "%s not taken on",
+                    assignment.request_id,
+                    extra=about("not_taken_on", request=assignment.request_id, attempt=assignment.attempt),
+                )
+                position = len(assignment.token_ids) - assignment.num_prompt_tokens
+                event = error_event(assignment, position, f"{type(error).__name__}: {error}")
+                self.publish(StepResult(failures=(event,)))
 
     async def ask(self, question: "Callable[[Engine], T]") -> T:
         """Run `question(engine)` in the engine's thread and return its answer, or raise its error."""

@@ -201,8 +201,7 @@ class Worker:
         """Take requests on. Their events appear on the token stream of the ingress named by each assignment."""
         # Readers are known before the engine is told: its first events may come before the next line of this loop.
         self._tokens.begin(assignments)
-        now = time.monotonic()
-        self._thread.post(lambda engine: self._take_on(engine, assignments, now))
+        self._thread.take_on(assignments, self._own.epoch)
         if logger.isEnabledFor(logging.DEBUG):
             for each in assignments:
                 extra = about("taken_on", request=each.request_id, attempt=each.attempt, stage=each.stage)
@@ -331,25 +330,6 @@ class Worker:
         return await self._recorder.record(seconds)
 
     # Inside
-
-    def _take_on(self, engine: "Engine", assignments: Sequence[Assignment], now: float) -> None:
-        """Called in the engine's thread."""
-        from raydix.engine.model.engine import StepResult, error_event
-
-        for assignment in assignments:
-            try:
-                engine.submit(assignment, now)
-                if assignment.promised_to not in (0, self._own.epoch):  # what was sent went to an earlier incarnation
-                    engine.scheduler.imports.stop_awaiting([assignment.request_id])
-            except Exception as error:  # its ingress must hear that nothing will come
-                logger.exception(
-                    "%s not taken on",
-                    assignment.request_id,
-                    extra=about("not_taken_on", request=assignment.request_id, attempt=assignment.attempt),
-                )
-                position = len(assignment.token_ids) - assignment.num_prompt_tokens
-                event = error_event(assignment, position, f"{type(error).__name__}: {error}")
-                self._thread.publish(StepResult(failures=(event,)))
 
     def _hand_out(self, result: "StepResult") -> None:
         """Wake up readers of tokens first, then the manager's stream; the bookkeeping waits for the next turn."""
