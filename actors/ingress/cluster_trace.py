@@ -7,6 +7,7 @@ between nodes they are as exact as the nodes' clocks.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import UTC, datetime
 
@@ -45,12 +46,13 @@ class ClusterTrace:
         """Record for so long; returns the trace as JSON. Raises OverloadedError while another one is recorded here."""
         if self._own.is_on:
             raise OverloadedError("A trace is being recorded; try again later.", retry_after_s=int(seconds) + 1)
-        workers = self._workers()
+        workers, began_at = self._workers(), time.time()
         asked = asyncio.gather(*(self._of_worker(each, seconds) for each in workers))
         own, others = await asyncio.gather(self._own.record(seconds), asked)
         missing = [worker.worker_id for worker, each in zip(workers, others, strict=True) if each is None]
+        answered = [own, *(each for each in others if each is not None)]
         # Not in the event loop: a full trace is some hundred thousand objects.
-        return await asyncio.to_thread(_written, [own, *(each for each in others if each is not None)], missing)
+        return await asyncio.to_thread(_written, answered, missing, began_at)
 
     async def _of_worker(self, worker: WorkerInfo, seconds: float) -> Recorded | None:
         """None if the worker does not answer in time."""
@@ -62,15 +64,14 @@ class ClusterTrace:
             return None
 
 
-def _written(recorded: Sequence[Recorded], missing: Sequence[str]) -> bytes:
-    return orjson.dumps(chrome_trace(recorded, missing), default=str)
+def _written(recorded: Sequence[Recorded], missing: Sequence[str], began_at: float) -> bytes:
+    return orjson.dumps(chrome_trace(recorded, missing, began_at), default=str)
 
 
-def chrome_trace(recorded: Sequence[Recorded], missing: Sequence[str] = ()) -> Json:
-    """The recordings as a Chrome trace, with microseconds since the first span; `missing` names processes that did not
-    answer."""
-    starts = [span.started_at for each in recorded for span in each.spans]
-    zero = min(starts, default=0.0)
+def chrome_trace(recorded: Sequence[Recorded], missing: Sequence[str], began_at: float) -> Json:
+    """The recordings as a Chrome trace, with microseconds since its start: `began_at`, or the beginning of a span that
+    was under way then. `missing` names processes that did not answer."""
+    zero = min([began_at, *(span.started_at for each in recorded for span in each.spans)])
     events = [event for pid, each in enumerate(recorded, start=1) for event in _events_of(pid, each, zero)]
     return {
         "traceEvents": events,

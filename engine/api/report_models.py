@@ -49,8 +49,8 @@ class ChromeTrace(Shape):
     traceEvents: list[dict[str, Any]] = Field(description="Slices of time by process and row, and arrows.")
     displayTimeUnit: Literal["ms"] = Field(description="Unit in which times are shown.")
     otherData: dict[str, Any] = Field(
-        description="`started_at`, the time of the first slice; slices `dropped` beyond the limit of each process; "
-        "workers that did not answer (`missing`)."
+        description="`started_at`, the time from which on times are counted; slices `dropped` beyond the limit of each "
+        "process; workers that did not answer (`missing`)."
     )
 
 

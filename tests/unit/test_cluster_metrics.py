@@ -190,6 +190,33 @@ def test_metrics_stand_under_vllm_s_names_too() -> None:
     assert {alias.theirs for alias in (*VLLM, *OPEN_TELEMETRY)} <= shown, "each name is of a metric that exists"
 
 
+def test_every_panel_of_vllm_s_own_dashboard_has_data() -> None:
+    """The names in the queries of its stock Grafana dashboard, each of which asks for the label `model_name`."""
+    histograms = (
+        "e2e_request_latency_seconds",
+        "inter_token_latency_seconds",
+        "time_to_first_token_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_max_num_generation_tokens",
+    )
+    asked = {f"vllm:{name}_{part}" for name in histograms for part in ("bucket", "sum", "count")}
+    asked |= {f"vllm:{name}_total" for name in ("prompt_tokens", "generation_tokens", "request_success")}
+    asked |= {f"vllm:{name}" for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")}
+    worker = WorkerMetrics("w", Role.MIXED)
+    worker.flush(drafting_engine())
+
+    async def answer() -> tuple[MetricFamily, ...]:
+        return families_of(worker)
+
+    text = asyncio.run(Cluster(w=answer).metrics.text())
+    samples = [sample for metric in text_string_to_metric_families(text) for sample in metric.samples]
+    assert asked <= {sample.name for sample in samples if sample.labels.get("model_name") == "small"}
+
+
 def test_the_manager_reports_what_the_directory_counts(make_directory: Callable[..., Directory]) -> None:
     directory, metrics = make_directory(), ManagerMetrics()
     directory.register("p", Role.PREFILL, 1, 10, ())

@@ -129,12 +129,13 @@ def test_nothing_is_recorded_without_a_recording_and_no_more_than_the_limit(
 
 def test_slices_that_overlap_have_lines_of_their_own() -> None:
     spans = (Span("row", "b", 11.0, 3.0, {}), Span("row", "a", 10.0, 2.0, {}), Span("row", "c", 12.0, 0.0, {}))
-    trace: Any = chrome_trace([Recorded("w", "mixed", spans, 4)], missing=["x"])
+    trace: Any = chrome_trace([Recorded("w", "mixed", spans, 4)], ["x"], began_at=11.5)
     found = {event["name"]: event for event in trace["traceEvents"] if event["ph"] == "X"}
     assert {name: event["tid"] for name, event in found.items()} == {"a": 1, "b": 2, "c": 1}
     assert [found["a"]["ts"], found["b"]["ts"], found["b"]["dur"], found["c"]["dur"]] == [0, 1_000_000, 3_000_000, 1]
     assert trace["otherData"]["dropped"] == 4 and trace["otherData"]["missing"] == ["x"]
-    assert chrome_trace([])["traceEvents"] == []
+    nothing: Any = chrome_trace([], [], began_at=60.0)
+    assert nothing["traceEvents"] == [] and nothing["otherData"]["started_at"] == "1970-01-01T00:01:00+00:00"
 
 
 def test_a_worker_that_does_not_answer_is_named(is_over: asyncio.Event) -> None:
