@@ -127,3 +127,20 @@ def test_no_agent_waits_with_turns_off(scene: Scene) -> None:
         assert not agents.paused and agents.num_done == NUM_AGENTS * NUM_TURNS
 
     scene.run(play())
+
+
+def test_agents_that_fit_never_wait(scene: Scene) -> None:
+    async def play() -> None:
+        manager = await start_manager(scene)
+        # Four sessions of 20 blocks, and room to spare: a part of a pool is for no session.
+        scene.workers["w"] = await scene.local.start_worker(Role.MIXED, "w", num_blocks=100)
+        await until(lambda: scene.num_registered(manager) == 1)
+        dispatcher = make_dispatcher(scene.local)
+        dispatcher.start()
+        agents = Agents(dispatcher)
+        await asyncio.gather(*(agents.run(agent) for agent in range(4)))
+        sessions = [*manager._directory.sessions]
+        assert len(sessions) == 4 and sum(session.num_pauses for session in sessions) == 0
+        assert agents.num_done == 4 * NUM_TURNS
+
+    scene.run(play())
