@@ -109,7 +109,13 @@ class HistogramInstrument(Instrument[Histogram]):
             )
             for combination, observed in self._observed.items()
         }
-        return MetricFamily(str(info["name"]), self.kind, str(info["description"]), values, self._bounds)
+        return MetricFamily(
+            name=str(info["name"]),
+            kind=self.kind,
+            description=str(info["description"]),
+            values=values,
+            bounds=self._bounds,
+        )
 
 
 def families_of(group: object) -> tuple[MetricFamily, ...]:

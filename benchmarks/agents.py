@@ -91,7 +91,7 @@ class RuleRun:
 def figures(trace: AgentTrace, num_workers: int, over: float, rule: str, options: argparse.Namespace) -> dict[str, Any]:
     """Steps per hour, times to first token, hits, and the steps of the agents that made the fewest."""
     num_slots = max(1, round(over * num_workers * options.capacity_blocks / trace.mean_footprint))
-    run = RuleRun(trace, num_workers, options.capacity_blocks, rule, options.seed)
+    run = RuleRun(trace=trace, num_workers=num_workers, capacity=options.capacity_blocks, rule=rule, seed=options.seed)
     run.run(num_slots, WARM_UP_S + 3600 * options.hours)
 
     # The pools are empty at first, and every rule is as good as another until they are full.

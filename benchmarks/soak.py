@@ -166,7 +166,13 @@ class Soak:
         processes, log_bytes = await asyncio.to_thread(lambda: (processes_of(self._server), bytes_of(self._logs)))
         at_s = round(time.monotonic() - self._started, 1)
         log_mib = round(log_bytes / MIB, 2)
-        sample = ServerSample(at_s, processes, log_mib, await self.cache(), self.tally.answered.total())
+        sample = ServerSample(
+            at_s=at_s,
+            processes=processes,
+            log_mib=log_mib,
+            cache=await self.cache(),
+            answered=self.tally.answered.total(),
+        )
         self.samples.append(sample)
         total = sum(process.uss for process in processes.values())
         print(

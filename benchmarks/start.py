@@ -92,7 +92,13 @@ class Watch:
             full = process.memory_full_info()
             unique, shared = full.uss / MIB, getattr(full, "shared", 0) / MIB
         began_s = max(process.create_time() - self._began_at, 0.0)
-        return Seen(name_of(process.cmdline(), process.name()), began_s, times.user + times.system, unique, shared)
+        return Seen(
+            name=name_of(process.cmdline(), process.name()),
+            began_s=began_s,
+            cpu_s=times.user + times.system,
+            unique_mib=unique,
+            shared_mib=shared,
+        )
 
 
 def name_of(command: list[str], name: str) -> str:

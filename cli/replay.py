@@ -124,7 +124,9 @@ def read(path: Path) -> Recorded:
 
 
 def _asked(line: Mapping[str, Any]) -> RecordedRequest:
-    return RecordedRequest(line["request"], line["at"], line["path"], line["headers"], line["body"])
+    return RecordedRequest(
+        number=line["request"], at=line["at"], path=line["path"], headers=line["headers"], body=line["body"]
+    )
 
 
 async def _replay(recorded: Recorded, options: argparse.Namespace, console: Console) -> int:

@@ -275,7 +275,15 @@ class Dispatcher:
                 if events:
                     since, delivery.last_at = delivery.last_at, time.monotonic()
                     first = events[0].position
-                    self._on_delivery(Delivery(request_id, first, len(events), since, delivery.last_at))
+                    self._on_delivery(
+                        Delivery(
+                            request_id=request_id,
+                            position=first,
+                            num_tokens=len(events),
+                            since=since,
+                            at=delivery.last_at,
+                        )
+                    )
             case Admit(request):
                 self._admits.append(request)
             case AskAgain(request_id):

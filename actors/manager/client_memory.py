@@ -52,7 +52,13 @@ class ClientMemory:
             [
                 # Files have the time since the epoch, the store the monotonic one. A clock set back makes no response
                 # younger than now.
-                KeptEntry(each.name, each.parent, each.data, now - max(0.0, since_epoch - each.used_at), each.tenant)
+                KeptEntry(
+                    name=each.name,
+                    parent=each.parent,
+                    data=each.data,
+                    used_at=now - max(0.0, since_epoch - each.used_at),
+                    tenant=each.tenant,
+                )
                 for each in found
             ],
             now,
@@ -150,7 +156,8 @@ class ClientMemory:
             self._answers.restore(memory.answers)
 
         responses = [
-            KeptEntry(name, parent, data, now - age_s, tenant) for name, parent, data, age_s, tenant in memory.responses
+            KeptEntry(name=name, parent=parent, data=data, used_at=now - age_s, tenant=tenant)
+            for name, parent, data, age_s, tenant in memory.responses
         ]
         # Deleted before the others are restored: they take room of the budget.
         for name in {each[0] for each in self._responses.entries()} - {each[0] for each in responses}:

@@ -141,11 +141,23 @@ class KVCacheManager:
         processes = ProcessWatch(runtime.own_node())
         self._resets = PoolResets()
         self._executor = Executor(self._directory, self._disk, self._background)
-        self._workers = WorkerWatch(self._directory, self._executor, self._resets, processes, self._metrics)
+        self._workers = WorkerWatch(
+            directory=self._directory,
+            executor=self._executor,
+            resets=self._resets,
+            processes=processes,
+            metrics=self._metrics,
+        )
         self._ingresses = IngressWatch(self._directory, self._executor, processes)
         self._adapters = LoadedAdapters(self._executor, self._background, self._ingresses.adapter_reports)
         self._load = LoadWatch(self._directory, self._metrics, elastic)
-        self.succession = Succession(self._directory, self._memory, self._executor, self._disk, self._background)
+        self.succession = Succession(
+            directory=self._directory,
+            memory=self._memory,
+            executor=self._executor,
+            disk=self._disk,
+            background=self._background,
+        )
         self._is_started = False
 
     async def start(self) -> None:

@@ -51,7 +51,11 @@ class ResponseDisk:
             logger.warning("a stored response is in memory only: the disk is too slow")
             return
         self._num_bytes += len(data)
-        self._add(partial(self._files.write, KeptResponse(name, parent, data, time.time(), tenant)))
+        self._add(
+            partial(
+                self._files.write, KeptResponse(name=name, parent=parent, data=data, used_at=time.time(), tenant=tenant)
+            )
+        )
 
     def use(self, names: Sequence[bytes]) -> None:
         """Have the use of responses recorded, each before those that it goes on from (`ResponseStore.path`)."""

@@ -117,7 +117,9 @@ class ResponseFiles:
             fields = json.loads(line)
             parent = None if fields["parent"] is None else bytes.fromhex(fields["parent"])
             tenant = fields.get("tenant", ANONYMOUS.name)
-            response = KeptResponse(bytes.fromhex(fields["name"]), parent, data, _used_at(path), str(tenant))
+            response = KeptResponse(
+                name=bytes.fromhex(fields["name"]), parent=parent, data=data, used_at=_used_at(path), tenant=str(tenant)
+            )
         except (ValueError, TypeError, KeyError, RecursionError):
             raise DamagedResponseError("its header cannot be read") from None
         # Made again from what was read and compared whole: each field is covered, and a file that was renamed as well.

@@ -71,12 +71,12 @@ class Measurements:
         """Costs and room, for the manager. The pool is read beside its own thread: each figure may be a step old."""
         pool = engine.pool
         return WorkerState(
-            self._costs.costs() if self._has_measured else None,
-            pool.num_available,
-            pool.num_available - pool.num_cached,
-            self._costs.num_steps,
-            engine.scheduler.limits.token_budget,
-            pool.num_blocks,
+            costs=self._costs.costs() if self._has_measured else None,
+            num_free_blocks=pool.num_available,
+            num_empty_blocks=pool.num_available - pool.num_cached,
+            num_steps=self._costs.num_steps,
+            token_budget=engine.scheduler.limits.token_budget,
+            num_blocks=pool.num_blocks,
         )
 
     def families(self) -> tuple[MetricFamily, ...]:

@@ -139,12 +139,12 @@ class Worker:
         self._background = Background()
         self._adapters = HeldAdapters(self._engine, self._thread)
         self.registrar = Registrar(
-            self._own,
-            self._engine,
-            self._thread,
-            self._tokens,
-            self._exports,
-            self._adapters,
+            incarnation=self._own,
+            engine=self._engine,
+            thread=self._thread,
+            tokens=self._tokens,
+            exports=self._exports,
+            adapters=self._adapters,
             runtime=runtime,
             own_handle=lambda: runtime.handle_of(self),
             state=lambda: self._measurements.state(self._engine),

@@ -53,4 +53,10 @@ def allowance_headers(allowance: Allowance, now: float) -> Mapping[str, str]:
     }
 
 
-OPENAI = WireFormat(error_body, error_event, b": waiting\n\n", ErrorResponse, allowance_headers)
+OPENAI = WireFormat(
+    error_body=error_body,
+    error_event=error_event,
+    waiting=b": waiting\n\n",
+    error=ErrorResponse,
+    allowance=allowance_headers,
+)

@@ -62,11 +62,11 @@ def identify(
     if any(rope is not None and rope.is_long(max_len) for rope in config.rope_of_layer):
         made_by += "-longrope"
     return ModelIdentity(
-        folder,
-        config,
-        max_len,
-        min(config.vocab_size, num_token_ids(folder) or config.vocab_size),
-        f"{of_model}/{block_size}/{made_by}/{version('raydix')}",
+        folder=folder,
+        config=config,
+        max_model_len=max_len,
+        vocab_size=min(config.vocab_size, num_token_ids(folder) or config.vocab_size),
+        fingerprint=f"{of_model}/{block_size}/{made_by}/{version('raydix')}",
     )
 
 

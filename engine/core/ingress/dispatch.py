@@ -263,7 +263,13 @@ class Dispatch:
         self.view.leave(worker_id, now, is_dead=is_dead)
 
         affected = self.entries.affected_by(worker_id)
-        lost = WorkerLost(worker_id, followed.epoch, reason, len(affected), self.view.is_leaving(worker_id))
+        lost = WorkerLost(
+            worker_id=worker_id,
+            epoch=followed.epoch,
+            reason=reason,
+            num_requests=len(affected),
+            was_leaving=self.view.is_leaving(worker_id),
+        )
         incidents = self._count_incidents(worker_id, followed.epoch, named)
         return [lost, *incidents, *self._do_without(worker_id, affected, now)]
 
@@ -439,7 +445,15 @@ class Dispatch:
             generation.stopped.add((worker_id, epoch))
             number = len(generation.stopped)
             is_refused = number >= MAX_STOPPED and len(named) == 1
-            instructions.append(NamedByLastWords(worker_id, request_id, len(named), number, is_refused))
+            instructions.append(
+                NamedByLastWords(
+                    worker_id=worker_id,
+                    request_id=request_id,
+                    num_named=len(named),
+                    num_stopped=number,
+                    is_refused=is_refused,
+                )
+            )
             if is_refused:
                 error = StopsWorkersError(
                     f"{number} workers died or stood still while they computed this request, the last one for nothing "

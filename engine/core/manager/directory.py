@@ -323,11 +323,11 @@ class Directory:
         session = self.sessions.admitted(request, found, num_known, SessionWorkers(prefill, decode), now)
         self._move_place(session, decode)
         decision.session = SessionFacts(
-            session.num_requests,
-            self.sessions.footprint(session),
-            session.num_pauses,
-            session.paused_s,
-            session.branch,
+            num_requests=session.num_requests,
+            num_blocks=self.sessions.footprint(session),
+            num_pauses=session.num_pauses,
+            paused_s=session.paused_s,
+            branch=session.branch,
         )
         self.fleet.take(reservation)
 

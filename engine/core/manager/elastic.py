@@ -193,7 +193,7 @@ class Elastic:
         changed = {each.worker_id: duty for each in workers if (duty := duties[each.worker_id]) is not each.duty}
         may_shrink = now - self._watched_since >= self._wanted.window_s
         num_wanted = self._num_wanted(load, objectives, min(most, len(workers)), most, now, least)
-        return Plan(changed, division, load, num_wanted, may_shrink)
+        return Plan(duties=changed, division=division, load=load, num_wanted=num_wanted, may_shrink=may_shrink)
 
     def _num_wanted(
         self, load: PoolLoad, objectives: Objectives, present: int, most: int, now: float, least: int

@@ -127,7 +127,11 @@ class ResponseStore:
         self._note_runner(name, entry, now)
         self._use(name, now)
         self._make_room()
-        return KeptEntry(name, entry.parent, data, now, entry.tenant) if name in self._entries else None
+        return (
+            KeptEntry(name=name, parent=entry.parent, data=data, used_at=now, tenant=entry.tenant)
+            if name in self._entries
+            else None
+        )
 
     def renew(self, claims: Iterable[tuple[bytes, bytes]], now: float) -> list[bool]:
         """Renew claims, each a name and the beginning of the data that its runner knows; False for each that has ended:
@@ -145,7 +149,7 @@ class ResponseStore:
     def entries(self) -> list[KeptEntry]:
         """All responses as `restore` takes them."""
         return [
-            KeptEntry(name, entry.parent, entry.data, entry.used_at, entry.tenant)
+            KeptEntry(name=name, parent=entry.parent, data=entry.data, used_at=entry.used_at, tenant=entry.tenant)
             for name, entry in self._entries.items()
         ]
 

@@ -271,7 +271,13 @@ class Scheduler:
                 self._remove(request, now, has_ended=True)
                 finished.append(request)
 
-        return StepOutcome(tuple(scores), tuple(events), tuple(exports), tuple(finished), tuple(answered))
+        return StepOutcome(
+            scores=tuple(scores),
+            events=tuple(events),
+            exports=tuple(exports),
+            finished=tuple(finished),
+            answered=tuple(answered),
+        )
 
     # Queries
 
