@@ -308,4 +308,4 @@ def test_unconstrained_steps_do_nothing_for_grammars(monkeypatch: pytest.MonkeyP
     free = make_engine(fresh, VOCAB)
     run(free, [assignment("r", None, max_tokens=4)])
     assert isinstance(free.runner, RandomModel) and free.runner.num_steps >= 4
-    assert fresh._tokenizer is None and fresh._masker is None and fresh._compiler is None
+    assert fresh.compiler.tokenizer is None and fresh._masker is None and fresh.compiler._thread is None
