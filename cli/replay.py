@@ -82,7 +82,7 @@ class RecordedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedRun:
     """The content of a recording."""
 
     began: str
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     return asyncio.run(_replay(recorded, options, console))
 
 
-def read(path: Path) -> Recorded:
+def read(path: Path) -> RecordedRun:
     """The content of a file. A last line that is not whole, because the server died or the file was full, is left out.
 
     Raises:
@@ -116,7 +116,7 @@ def read(path: Path) -> Recorded:
             if "answer" in each:
                 facts = {name: each[name] for name in ComparedAnswer.__slots__ if name in each}
                 asked[each["answer"]].then = ComparedAnswer(**facts)
-        return Recorded(first["began"], first["model"], tuple(asked.values()))
+        return RecordedRun(first["began"], first["model"], tuple(asked.values()))
     except OSError as error:
         raise StartupError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -129,13 +129,13 @@ def _asked(line: Mapping[str, Any]) -> RecordedRequest:
     )
 
 
-async def _replay(recorded: Recorded, options: argparse.Namespace, console: Console) -> int:
+async def _replay(recorded: RecordedRun, options: argparse.Namespace, console: Console) -> int:
     async with _server(recorded, options, console) as send:
         answers = await send_again(recorded, send, options.speed)
     return report(recorded, answers, console)
 
 
-async def send_again(recorded: Recorded, send: Send, speed: float = 1.0) -> list[ComparedAnswer]:
+async def send_again(recorded: RecordedRun, send: Send, speed: float = 1.0) -> list[ComparedAnswer]:
     """Send all requests, `speed` times as fast as they came; returns the answers in the order of the requests."""
     now, tasks = asyncio.get_running_loop().time, list[asyncio.Task[ComparedAnswer]]()
     began_at, named = now(), dict[str, tuple[float, asyncio.Task[ComparedAnswer]]]()
@@ -173,7 +173,7 @@ async def _send_one(
     return ComparedAnswer(status, id=name_in(answer), parts=digest_of(answer))
 
 
-def report(recorded: Recorded, answers: list[ComparedAnswer], console: Console) -> int:
+def report(recorded: RecordedRun, answers: list[ComparedAnswer], console: Console) -> int:
     """Say whether the answers are the same as then, and show the first that is not; returns the exit code."""
     different, skipped = [], dict[str, int]()
     for asked, now in zip(recorded.asked, answers, strict=True):
@@ -209,7 +209,7 @@ def _differences(then: ComparedAnswer, now: ComparedAnswer) -> list[tuple[str, o
 
 
 @asynccontextmanager
-async def _server(recorded: Recorded, options: argparse.Namespace, console: Console) -> AsyncGenerator[Send]:
+async def _server(recorded: RecordedRun, options: argparse.Namespace, console: Console) -> AsyncGenerator[Send]:
     """The way to a running server, or to one in this process."""
     if options.url is not None:
         async with _http(options.url, api_key(options.api_key_env)) as send:

@@ -19,7 +19,7 @@ from raydix.actors.ingress.http import (
     request_id_header,
 )
 from raydix.actors.ingress.middleware import AllowanceHeaders, Compression, CrossOrigin
-from raydix.actors.ingress.recorder import Recorder, Recording
+from raydix.actors.ingress.recorder import Recording, RequestRecorder
 from raydix.actors.ingress.routes import (
     answers,
     batches,
@@ -86,7 +86,7 @@ def application(of: Replica) -> Starlette:
         now: Replica = app.state.replica
         return now.config.http.allowed_origins
 
-    def recorder() -> Recorder | None:
+    def recorder() -> RequestRecorder | None:
         now: Replica = app.state.replica
         return now.recorder
 

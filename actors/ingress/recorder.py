@@ -49,7 +49,7 @@ MOST_ANSWER_BYTES = 16 << 20
 """A longer answer has no digest: the parts of an answer are held until its end."""
 
 
-class Recorder:
+class RequestRecorder:
     """A new file for the requests of a replica. Lines are written in threads, as clients choose their size."""
 
     def __init__(self, folder: Path, most_bytes: int, config: Config) -> None:
@@ -106,13 +106,13 @@ class Recorder:
         logger.warning("%s ends here: %s", self._path, reason, extra=about("recording_ended", reason=reason))
 
 
-def recorder_of(config: Config) -> Recorder | None:
+def recorder_of(config: Config) -> RequestRecorder | None:
     """The recorder that a configuration asks for; None without one, or with a warning if the file cannot be made."""
     settings = config.logging
     if settings.recording is None:
         return None
     try:
-        recorder = Recorder(Path(settings.recording), settings.recording_mib << 20, config)
+        recorder = RequestRecorder(Path(settings.recording), settings.recording_mib << 20, config)
     except OSError as error:
         logger.warning("nothing is recorded: %s", error, extra=about("recording_ended", reason=str(error)))
         return None
@@ -122,7 +122,7 @@ def recorder_of(config: Config) -> Recorder | None:
 class Recording:
     """Has requests for answers of the model, and the answers, noted by a recorder, if there is one."""
 
-    def __init__(self, app: ASGIApp, recorder: Callable[[], Recorder | None]) -> None:
+    def __init__(self, app: ASGIApp, recorder: Callable[[], RequestRecorder | None]) -> None:
         """`recorder` is known only once the replica has its configuration."""
         self._app = app
         self._recorder = recorder
@@ -146,7 +146,7 @@ class Recording:
 class _Exchange:
     """One request with its answer, between the server and the application."""
 
-    def __init__(self, recorder: Recorder, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, recorder: RequestRecorder, scope: Scope, receive: Receive, send: Send) -> None:
         self._recorder = recorder
         self._scope = scope
         self._receive = receive

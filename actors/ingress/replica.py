@@ -12,7 +12,7 @@ from raydix.actors.ingress.batches import ROUTES, Batches
 from raydix.actors.ingress.build import batch_settings, build_batches, build_frontend, replica_limits
 from raydix.actors.ingress.frontend import Frontend
 from raydix.actors.ingress.http import read_body
-from raydix.actors.ingress.recorder import Recorder, recorder_of
+from raydix.actors.ingress.recorder import RequestRecorder, recorder_of
 from raydix.actors.logs import set_level
 from raydix.actors.metrics import HoldMetrics
 from raydix.actors.runtime import Runtime
@@ -40,7 +40,7 @@ class IngressReplica:
     config: Config
     frontend: Frontend
     batches: Batches | None
-    recorder: Recorder | None = None
+    recorder: RequestRecorder | None = None
 
     def __init__(self) -> None:
         self.is_built = False

@@ -187,7 +187,7 @@ def _made_up(length: int, block_size: int, sampling: Sampling, start: int) -> Sc
     return ScheduledChunk(request, start, length, end, samples=True)
 
 
-class Span(NamedTuple):
+class Positions(NamedTuple):
     """Consecutive positions of a sequence to be computed."""
 
     token_ids: Sequence[int]
@@ -202,7 +202,7 @@ class Span(NamedTuple):
 def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> ForwardBatch:
     """Lay out the tensors of one step. Positions in shared blocks get slot -1: computed, not stored."""
     spans = [
-        Span(
+        Positions(
             [*chunk.request.token_ids[chunk.start : chunk.start + chunk.num_tokens], *chunk.draft],
             chunk.start,
             chunk.request.blocks,
@@ -213,7 +213,9 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
     return lay_out(spans, _wanted_rows(chunks), block_size, device)
 
 
-def lay_out(spans: Sequence[Span], wanted_rows: Sequence[int], block_size: int, device: torch.device) -> ForwardBatch:
+def lay_out(
+    spans: Sequence[Positions], wanted_rows: Sequence[int], block_size: int, device: torch.device
+) -> ForwardBatch:
     """Lay out the tensors of a forward pass. `wanted_rows`: tokens of the batch whose results are wanted."""
     num_tokens = sum(len(span.token_ids) for span in spans)
     token_ids = np.empty(num_tokens, np.int64)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from raydix.actors.ingress.recorder import WARNING
 from raydix.cli.main import main
-from raydix.cli.replay import ComparedAnswer, Recorded, read, report, send_again
+from raydix.cli.replay import ComparedAnswer, RecordedRun, read, report, send_again
 from raydix.engine.api.answer_digest import LEFT, digest_of, name_in
 from raydix.engine.api.routes import ROUTES
 from raydix.engine.core.errors import StartupError
@@ -48,7 +48,7 @@ def recorded(served: Served, folder: Path, replica: Replica, work: Work, **loggi
     return path
 
 
-def replayed(served: Served, path: Path, replica: Replica) -> tuple[Recorded, list[ComparedAnswer], str, int]:
+def replayed(served: Served, path: Path, replica: Replica) -> tuple[RecordedRun, list[ComparedAnswer], str, int]:
     """The recording, the answers of another server, the report and the exit code."""
     recording, shown = read(path), io.StringIO()
 

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from raydix.actors.ingress.batches import Batches
 from raydix.actors.ingress.frontend import Frontend
-from raydix.actors.ingress.recorder import Recorder
+from raydix.actors.ingress.recorder import RequestRecorder
 from raydix.configs.schema import Config
 from raydix.engine.api.route import Route
 from raydix.engine.core.errors import RaydixError
@@ -25,7 +25,7 @@ class Replica(Protocol):
     config: Config
     frontend: Frontend
     batches: Batches | None
-    recorder: Recorder | None
+    recorder: RequestRecorder | None
 
     def require_trusted(self, request: Request) -> None:
         """Refuse a request that a web page may have made a browser send."""
