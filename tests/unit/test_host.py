@@ -405,6 +405,9 @@ class Manager(ManagerClient):
         self.knows = knows
         self.asked: list[str] = []
 
+    async def worker_starting(self, worker_id: str) -> None:
+        """A host says this now and then while its worker has not registered."""
+
     async def worker_leaving(self, worker_id: str) -> bool | None:
         self.asked.append(worker_id)
         if self.is_away:
