@@ -364,7 +364,7 @@ class ReplicaQueues:
 
 
 class IngressMetrics:
-    """Metrics of one ingress replica, reported once per request."""
+    """Metrics of one ingress replica, reported once per request, and the gaps between its deliveries as these come."""
 
     def __init__(
         self,

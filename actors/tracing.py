@@ -21,7 +21,7 @@ class Span(NamedTuple):
     """Line of the picture: a request's id, or the kind of work."""
     name: str
     started_at: float
-    """In the monotonic clock of its process; in seconds since the epoch once it is `Recorded`."""
+    """Monotonic time of the process; seconds since the epoch in `Recorded`."""
     seconds: float
     about: Mapping[str, object]
     transfer: str = ""
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What one process has recorded."""
+    """The spans that one process has recorded."""
 
     process: str
     kind: str
@@ -57,6 +57,16 @@ class Recorder:
     def is_on(self) -> bool:
         """True while a recording is under way."""
         return bool(self._recordings)
+
+    @property
+    def has_room(self) -> bool:
+        """True while a recording can take more spans; where none can, `lost` saves making them."""
+        return any(len(each.spans) < MAX_SPANS for each in self._recordings)
+
+    def lost(self, num_spans: int) -> None:
+        """Count spans that nobody made, since no recording has room."""
+        for recording in self._recordings:
+            recording.num_dropped += num_spans
 
     def add(self, spans: Iterable[Span]) -> None:
         """Have the spans in each recording under way."""

@@ -87,7 +87,7 @@ which this cluster does not have; and glibc gives threads up to eight heaps per 
 threads once used.
 
 A start on a machine that is busy with other work: the raylet dies when its agent has not registered in time (30 s
-by default; see also `raydix.cli.agent_ports`), Ray gives its GCS up that has not written its port down (30 s by
+by default; see also `raydix.cli.ray_node`), Ray gives its GCS up that has not written its port down (30 s by
 default), and Serve gives HAProxy up when HAProxy is not ready in time (5 s by default).
 
 Processor time of a server at rest: Serve's controller compares what runs with what shall run four times a second

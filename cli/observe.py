@@ -93,12 +93,15 @@ def run_doctor(options: argparse.Namespace) -> int:
 def run_trace(options: argparse.Namespace) -> int:
     """Have the server record a trace, and write it into a file. Raises StartupError where the server does not answer,
     or refuses, and where the file cannot be written."""
-    # Before anything is recorded: a wrong path is not to cost the moment.
+    path = Path(options.output)
     try:
-        with Path(options.output).open("w") as file:
-            server = _server(options, waits_s=options.seconds)
-            trace = asyncio.run(server.post(f"/v1/debug/trace?seconds={options.seconds:g}"))
-            json.dump(trace, file)
+        # Before anything is recorded: a wrong path is not to cost the moment. An earlier trace stays until there is
+        # another one.
+        with path.open("a"):
+            pass
+        server = _server(options, waits_s=options.seconds)
+        trace = asyncio.run(server.post(f"/v1/debug/trace?seconds={options.seconds:g}"))
+        path.write_text(json.dumps(trace))
     except OSError as error:
         raise StartupError(f"{options.output} cannot be written: {error.strerror}") from None
     about = trace["otherData"]

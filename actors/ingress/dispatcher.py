@@ -99,10 +99,10 @@ class NoAdapters:
 
 
 @dataclass(slots=True, eq=False)
-class _Delivery:
+class _Inbox:
     """Tokens of a request that its reader has not taken yet."""
 
-    inbox: list[TokenEvent] = field(default_factory=list)
+    tokens: list[TokenEvent] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     last_at: float = field(default_factory=time.monotonic)
     """Monotonic time at which the last tokens came, or the request began."""
@@ -177,13 +177,15 @@ class Dispatcher:
     ) -> None:
         """`on_failover` is told of each failover, `on_delivery` of all tokens."""
         self._on_delivery = on_delivery
+        self._delivered: dict[str, list[TokenEvent]] = {}
+        """Tokens that the instructions being carried out have delivered, by request."""
         self._adapters = adapters or NoAdapters()
         self._ingress_id = ingress_id
         self._runtime = runtime
         self._manager = manager
         self._on_failover = on_failover
         self._dispatch = Dispatch(ingress_id, model, time.monotonic(), timeouts)
-        self._deliveries: dict[str, _Delivery] = {}
+        self._deliveries: dict[str, _Inbox] = {}
         self._found: dict[tuple[str, int], WorkerClient] = {}
         """Worker incarnations that were found and of which `Dispatch` is being told."""
         self._followed: dict[str, WorkerClient] = {}
@@ -207,7 +209,7 @@ class Dispatcher:
 
     @property
     def root(self) -> BlockHash | None:
-        """Hash under which the model's first blocks are chained (`Dispatch.root`)."""
+        """Hash under which the model's first blocks are chained (`ClusterView.root`)."""
         return self._dispatch.view.root
 
     async def generate(self, generation: Generation) -> AsyncGenerator[list[TokenEvent]]:
@@ -216,19 +218,19 @@ class Dispatcher:
         Raises:
             ServiceError: no worker could take the request, or every attempt failed.
         """
-        delivery = self._deliveries[generation.request_id] = _Delivery()
+        delivery = self._deliveries[generation.request_id] = _Inbox()
         try:
             # From here on the request is known to `Dispatch`, which must hear of its end whatever happens: the reader
             # may be cancelled at every await below.
             self._carry_out(self._dispatch.begin(generation, time.monotonic()))
             while True:
                 await delivery.arrived.wait()
-                # Cleared before the inbox is taken: tokens that come in between set it again.
+                # Cleared before the tokens are taken: tokens that come in between set it again.
                 delivery.arrived.clear()
                 if generation.failure is not None:
                     raise generation.failure
                 # All that has come is one piece: a slow reader gets fewer and longer ones, and nothing queues up.
-                events, delivery.inbox = delivery.inbox, []
+                events, delivery.tokens = delivery.tokens, []
                 if events:
                     yield events
                     if events[-1].finish is not None:
@@ -261,29 +263,33 @@ class Dispatcher:
         """Send what `Dispatch` decided, and see to what waits for the end of the turn or for a time."""
         for instruction in instructions:
             self._carry_out_one(instruction)
+        if self._delivered:
+            self._tell_deliveries()
         # What one turn of the event loop gathers goes out as one call for each receiver.
         if self._admits or self._again or not self._dispatch.outbox.is_empty:
             self._flush_soon()
         self._retry.set(self._dispatch.retries.next_at)
 
+    def _tell_deliveries(self) -> None:
+        """Tell of what came together as of one delivery for each request: a step that accepted drafts has several
+        tokens of one, and so has a stream that was read late."""
+        now = time.monotonic()
+        for request_id, events in self._delivered.items():
+            if (delivery := self._deliveries.get(request_id)) is not None:
+                since, delivery.last_at = delivery.last_at, now
+                position = events[0].position
+                told = Delivery(request_id=request_id, position=position, num_tokens=len(events), since=since, at=now)
+                self._on_delivery(told)
+        self._delivered.clear()
+
     def _carry_out_one(self, instruction: Instruction) -> None:
         match instruction:
             case DeliverTokens(request_id, events):
                 delivery = self._deliveries[request_id]
-                delivery.inbox += events
+                delivery.tokens += events
                 delivery.arrived.set()
                 if events:
-                    since, delivery.last_at = delivery.last_at, time.monotonic()
-                    first = events[0].position
-                    self._on_delivery(
-                        Delivery(
-                            request_id=request_id,
-                            position=first,
-                            num_tokens=len(events),
-                            since=since,
-                            at=delivery.last_at,
-                        )
-                    )
+                    self._delivered.setdefault(request_id, []).extend(events)
             case Admit(request):
                 self._admits.append(request)
             case AskAgain(request_id):

@@ -147,6 +147,7 @@ class KVCacheManager:
             resets=self._resets,
             processes=processes,
             metrics=self._metrics,
+            is_retired=lambda: self.succession.is_retired,
         )
         self._ingresses = IngressWatch(self._directory, self._executor, processes)
         self._adapters = LoadedAdapters(self._executor, self._background, self._ingresses.adapter_reports)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from raydix.actors.calls import sleep
 from raydix.actors.manager.executor import Executor
@@ -36,8 +37,11 @@ class WorkerWatch:
         resets: PoolResets,
         processes: ProcessWatch,
         metrics: ManagerMetrics,
+        is_retired: Callable[[], bool],
     ) -> None:
+        """`is_retired` says whether another manager has taken over, where the workers register again."""
         self._metrics = metrics
+        self._is_retired = is_retired
         self._directory = directory
         self._executor = executor
         self._resets = resets
@@ -175,7 +179,8 @@ class WorkerWatch:
         self._resets.stream_over(worker_id)
         directory = self._directory
         is_left = worker_id in directory.fleet.leaving
-        self._metrics.lost("silent" if is_silent else "left" if is_left else "ended")
+        if not self._is_retired():
+            self._metrics.lost("silent" if is_silent else "left" if is_left else "ended")
         now = time.time()
         instructions = directory.worker_silent(worker_id, now) if is_silent else directory.remove_worker(worker_id)
         self._executor.carry_out(instructions)

@@ -1,4 +1,4 @@
-"""What a worker's trace has of a step and of an import."""
+"""Spans of a step, an export and an import, for a worker's trace."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ STEPS, TRANSFERS = "steps", "transfers"
 
 
 def spans_of_step(result: "StepResult") -> Iterator[Span]:
-    """The step, its part for each request, the waits that it ended, and the segments that it sent."""
+    """The step, its part for each request, and the waits that it ended."""
     if not result.has_computed:
         return
     shape, began, took = result.shape, result.started_at, result.step_s
@@ -25,15 +25,15 @@ def spans_of_step(result: "StepResult") -> Iterator[Span]:
     for chunk in result.chunks:
         about = {"from": chunk.start, "tokens": chunk.num_tokens}
         yield Span(chunk.request.request_id, _name(chunk), began, took, about)
-    for request in result.answered:
-        if request.started_at is not None:
+        # The first part: for a free place, and where another worker computed the prompt, for its KV.
+        request = chunk.request
+        if chunk.start == request.num_cached_tokens and request.started_at is not None:
             waited_s = max(0.0, request.started_at - request.submitted_at)
             yield Span(request.request_id, "waiting", request.submitted_at, waited_s, {})
-    for segment in result.segments:
-        yield _sent(segment.header, result.ended_at)
 
 
-def _sent(header: SegmentHeader, at: float) -> Span:
+def span_of_export(header: SegmentHeader, at: float) -> Span:
+    """A segment that is on its way to the manager, or that a request is handed over with."""
     about: dict[str, object] = {"blocks": len(header.hashes), "bytes": header.num_bytes}
     if header.handover is None:
         return Span(TRANSFERS, "export", at, 0.0, about)

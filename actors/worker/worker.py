@@ -34,7 +34,7 @@ from raydix.actors.worker.held_adapters import HeldAdapters
 from raydix.actors.worker.measurements import Measurements, engine_statistics
 from raydix.actors.worker.registrar import Incarnation, Registrar
 from raydix.actors.worker.segment_import import import_segment
-from raydix.actors.worker.step_spans import span_of_import, spans_of_step
+from raydix.actors.worker.step_spans import span_of_export, span_of_import, spans_of_step
 from raydix.actors.worker.token_streams import TokenStreams
 from raydix.configs.schema import LoggingSection
 from raydix.engine.background import Background
@@ -54,6 +54,7 @@ from raydix.engine.core.types import (
 
 if TYPE_CHECKING:
     from raydix.engine.model.engine import Engine, StepResult
+    from raydix.engine.model.exchange import ExportedSegment
 
 logger = logging.getLogger(__name__)
 
@@ -211,11 +212,14 @@ class Worker:
         """Forget a request, unless a later attempt of it has come: Ray may change the order of calls. An unknown
         request has ended, or its submission is late, and then it runs for nobody. `has_ended`: the request is complete,
         not cut short."""
+        is_under_way = self._tokens.attempts.reader(request_id, attempt) is not None
         if self._tokens.attempts.forget(request_id, attempt):
-            subject = {"request": request_id, "attempt": attempt}
-            # A request whose answer was complete before, by a stop string, was not cut short.
-            extra = about("stopped", **subject) if has_ended else about("aborted", **subject)
-            logger.info("%s %s", request_id, "stopped" if has_ended else "aborted", extra=extra)
+            # A prefill worker is told to forget each request that ends, long after its own part of it.
+            if is_under_way:
+                subject = {"request": request_id, "attempt": attempt}
+                # A request whose answer was complete before, by a stop string, was not cut short.
+                extra = about("stopped", **subject) if has_ended else about("aborted", **subject)
+                logger.info("%s %s", request_id, "stopped" if has_ended else "aborted", extra=extra)
             now = time.monotonic()
             self._thread.post(lambda engine: engine.abort([request_id], now, has_ended=has_ended))
 
@@ -281,7 +285,7 @@ class Worker:
                 self._thread.in_event_loop(self._exports.put, ExportItem(unsent=tuple(hashes)))
                 return
             for segment in segments:
-                self._thread.in_event_loop(self._exports.put, segment)
+                self._thread.in_event_loop(self._send, segment)
             if missing:
                 self._thread.in_event_loop(self._exports.put, ExportItem(missing=missing))
 
@@ -331,15 +335,22 @@ class Worker:
 
     # Inside
 
+    def _send(self, segment: "ExportedSegment") -> None:
+        if self._recorder.is_on:
+            self._recorder.add([span_of_export(segment.header, time.monotonic())])
+        self._exports.put(segment)
+
     def _hand_out(self, result: "StepResult") -> None:
         """Wake up readers of tokens first, then the manager's stream; the bookkeeping waits for the next turn."""
         self._tokens.put((*result.scores, *result.events, *result.failures))
         for segment in result.segments:
-            self._exports.put(segment)
+            self._send(segment)
         if result.sealed or result.evicted:
             self._exports.put(ExportItem(sealed=result.sealed, evicted=result.evicted))
-        if self._recorder.is_on:
+        if self._recorder.has_room:
             self._recorder.add(spans_of_step(result))
+        elif self._recorder.is_on:
+            self._recorder.lost(1 + len(result.chunks))
         if result.has_computed:
             asyncio.get_running_loop().call_soon(self._measurements.step, result)
 

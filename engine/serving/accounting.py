@@ -229,13 +229,19 @@ class Accounting:
             decode_s=None if first is None else now - first,
             adapter=None if adapter is None else adapter.name,
             operation=operation_of(job),
-            num_computed=usage.prompt_tokens - usage.cached_tokens,
+            num_computed=_num_computed(job),
             num_longest=max(len(answer.token_ids) for answer in job.answers),
             num_choices=len(job.answers),
             max_tokens=max(answer.generation.sampling.max_tokens for answer in job.answers),
         )
         self._metrics.finished(finished)
         log_request(job, finished, num_cached=usage.cached_tokens, duration_s=now - job.arrived_at)
+
+
+def _num_computed(job: Job) -> int:
+    """Tokens of the prompts that workers computed: none of a prompt that no worker began."""
+    prompts = (answer.generation for answer in job.answers[:: job.spec.num_samples])
+    return sum(max(0, len(each.prompt) - each.cached_tokens) for each in prompts if each.cached_tokens is not None)
 
 
 def outcome_of(job: Job) -> str:

@@ -11,7 +11,6 @@ from raydix.engine.api.batches import BatchRequest, Endpoint, LineAnswer
 from raydix.engine.batches.batch_store import BatchStore
 from raydix.engine.batches.file_store import FileStore, StoreLimits
 
-"""Limit of waiting for what comes at once on a machine that is not busy."""
 ENDPOINT: Endpoint = "/v1/completions"
 LIMITS = StoreLimits(
     file_bytes=100_000, tenant_bytes=200_000, total_bytes=300_000, tenant_files=5, keep_s=30 * 86_400.0

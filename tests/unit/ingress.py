@@ -61,6 +61,7 @@ from raydix.engine.serving.stored_responses import StoredResponses
 from raydix.engine.serving.tokenization import Tokenization
 from raydix.engine.serving.transcripts import Transcripts
 from raydix.engine.serving.vocabulary import Vocabulary
+from tests.unit.waits import WAIT_S
 
 MODEL = "letters"
 END = 0
@@ -633,6 +634,6 @@ async def call(
         if leaves_at is not None and leaves_at(reply):
             gone.set()
 
-    async with asyncio.timeout(60):  # a guard against a hang alone: slow machines take seconds
+    async with asyncio.timeout(WAIT_S):
         await app(scope, receive, send)
     return reply

@@ -52,6 +52,15 @@ def test_a_whole_answer(caplog: pytest.LogCaptureFixture) -> None:
     assert ANSWER not in caplog.text
 
 
+def test_a_prompt_that_no_worker_began_was_not_computed() -> None:
+    replica = Replica()
+    replica.dispatcher.fails_after = 0
+    with pytest.raises(ServiceError):
+        asyncio.run(replica.whole())
+    [ended] = replica.ledger.ended
+    assert (ended.outcome, ended.num_prompt, ended.num_computed) == ("failed", 2, 0)
+
+
 def test_usage_counts_a_prompt_once_and_tokens_of_every_choice() -> None:
     replica = Replica()
     asyncio.run(replica.whole(prompt=["abc", "d"], n=2, max_tokens=3))

@@ -184,7 +184,7 @@ class Scene:
 
         async def whole() -> None:
             try:
-                await asyncio.wait_for(play, 60)
+                await asyncio.wait_for(play, 2 * WAIT_S)
             finally:
                 await asyncio.to_thread(self.stop)
 

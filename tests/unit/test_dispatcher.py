@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
 from ray.exceptions import ActorDiedError
 
 from raydix.actors.ingress import dispatcher
-from raydix.actors.ingress.dispatcher import Dispatcher
+from raydix.actors.ingress.deliveries import Delivery
+from raydix.actors.ingress.dispatcher import Dispatcher, _Inbox
 from raydix.actors.ingress.manager_link import Call, ManagerLink
 from raydix.actors.local import LocalRuntime
 from raydix.actors.rpc import ManagerClient, WorkerClient
@@ -16,7 +18,7 @@ from raydix.engine.core.errors import NoWorkerError, ServiceError
 from raydix.engine.core.ingress.cluster_view import ModelFacts, Timeouts
 from raydix.engine.core.ingress.dispatch import Dispatch
 from raydix.engine.core.ingress.generation import Generation
-from raydix.engine.core.ingress.instructions import Instruction
+from raydix.engine.core.ingress.instructions import DeliverTokens, Instruction
 from raydix.engine.core.objectives import Late
 from raydix.engine.core.types import (
     AdapterReport,
@@ -40,7 +42,9 @@ from tests.unit.waits import WAIT_S, until
 
 T = TypeVar("T")
 
-TIMEOUTS = Timeouts(retry_s=0.001, dispatch_s=0.1)
+PATIENT = Timeouts(retry_s=0.001, dispatch_s=WAIT_S)
+HASTY = replace(PATIENT, dispatch_s=0.1)
+"""For tests of requests that give up, or that would if nobody were starting."""
 
 
 class FakeWorker(WorkerClient):
@@ -170,14 +174,14 @@ class Workers(LocalRuntime):
 class Cluster:
     """A dispatcher among fakes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, timeouts: Timeouts = PATIENT) -> None:
         self.manager = FakeManager()
         self.actors: dict[tuple[str, int], FakeWorker] = {}
         self.num_failovers = 0
         monkeypatch.setattr(dispatcher, "PING_S", 0.01)
         self.runtime = Workers(self.actors)
         link, model = FakeLink(self.manager), ModelFacts(FINGERPRINT, 4, 30.0)
-        self.dispatcher = Dispatcher("i", self.runtime, link, model, self._failed_over, TIMEOUTS)
+        self.dispatcher = Dispatcher("i", self.runtime, link, model, self._failed_over, timeouts)
 
     def add(self, worker_id: str, epoch: int) -> FakeWorker:
         worker = self.actors[worker_id, epoch] = FakeWorker()
@@ -199,14 +203,19 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(monkeypatch)
 
 
-def test_a_request_waits_for_a_worker_that_is_starting(cluster: Cluster) -> None:
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch, HASTY)
+
+
+def test_a_request_waits_for_a_worker_that_is_starting(hasty: Cluster) -> None:
     async def run() -> None:
-        cluster.manager.num_starting = 1
-        cluster.dispatcher.start()
-        answer = asyncio.create_task(cluster.ask())
-        await until(lambda: cluster.manager.num_asked * TIMEOUTS.retry_s > 3 * TIMEOUTS.dispatch_s)
+        hasty.manager.num_starting = 1
+        hasty.dispatcher.start()
+        answer = asyncio.create_task(hasty.ask())
+        await until(lambda: hasty.manager.num_asked * HASTY.retry_s > 3 * HASTY.dispatch_s)
         assert not answer.done()
-        worker = cluster.add("w", 1)
+        worker = hasty.add("w", 1)
         await until(lambda: worker.taken)
         worker.answer(2, ends=True)
         assert await answer == [100, 101]
@@ -269,12 +278,31 @@ def test_silent_workers_are_looked_for_between_pings(cluster: Cluster, monkeypat
     asyncio.run(run())
 
 
-def test_a_request_ends_when_nobody_is_coming(cluster: Cluster) -> None:
+def test_tokens_that_come_together_are_one_delivery(cluster: Cluster) -> None:
+    """A step that accepted a draft has two tokens of one request."""
+
+    async def run() -> list[Delivery]:
+        told: list[Delivery] = []
+        dispatcher = cluster.dispatcher
+        dispatcher._on_delivery = told.append
+        dispatcher._deliveries |= {"a": _Inbox(), "b": _Inbox()}
+        events = [TokenEvent(name, 0, position, 7, None, None, 0) for name, position in (("a", 3), ("b", 0), ("a", 4))]
+        dispatcher._carry_out(DeliverTokens(event.request_id, [event]) for event in events)
+        dispatcher._carry_out([DeliverTokens("a", [TokenEvent("a", 0, 5, 7, None, None, 0)])])
+        return told
+
+    first, other, second = asyncio.run(run())
+    assert (first.request_id, first.position, first.num_tokens) == ("a", 3, 2)
+    assert (other.request_id, other.num_tokens) == ("b", 1)
+    assert (second.position, second.num_tokens, second.since) == (5, 1, first.at)
+
+
+def test_a_request_ends_when_nobody_is_coming(hasty: Cluster) -> None:
     async def run() -> None:
-        cluster.dispatcher.start()
+        hasty.dispatcher.start()
         async with asyncio.timeout(WAIT_S):
             with pytest.raises(NoWorkerError):
-                await cluster.ask()
+                await hasty.ask()
 
     asyncio.run(run())
 

@@ -18,6 +18,7 @@ from raydix.actors.ingress.http import (
 from raydix.engine.api.wire import OPENAI, PAUSED
 from raydix.engine.core.errors import AuthenticationError, BodyTimeoutError, BodyTooLargeError, OverloadedError
 from raydix.engine.core.ingress.body_room import BodyRoom
+from tests.unit.waits import WAIT_S
 
 
 async def messages_of(
@@ -161,7 +162,7 @@ def test_a_quiet_stream_says_whether_its_session_waits_for_its_turn(monkeypatch:
                 has_seen.set()
 
         response = EventStreamResponse(events(), lambda _: None, is_paused=lambda: is_paused)
-        await asyncio.wait_for(response({"type": "http"}, receive, send), 20)
+        await asyncio.wait_for(response({"type": "http"}, receive, send), WAIT_S)
 
     asyncio.run(run())
     bodies = [body for body in sent if body]

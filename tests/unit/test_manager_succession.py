@@ -28,7 +28,7 @@ from raydix.engine.core.errors import ServiceError
 from raydix.engine.core.types import Role
 from tests.unit.local_actors import APP_NAME, LocalWorkers, MortalHandle, answer_of, make_dispatcher
 from tests.unit.test_data_plane import expected, prompt_of
-from tests.unit.waits import until
+from tests.unit.waits import WAIT_S, until
 
 LONG = tuple(range(90))
 NUM_TOKENS = 60
@@ -90,7 +90,7 @@ class Scene:
 
     def run(self, play: Callable[[], Any]) -> None:
         try:
-            asyncio.run(asyncio.wait_for(play(), 60))
+            asyncio.run(asyncio.wait_for(play(), 2 * WAIT_S))
         finally:
             for worker in self.workers:
                 worker._thread.stop()
@@ -165,6 +165,8 @@ def test_requests_go_on_and_nothing_is_lost(scene: Scene, tmp_path: Path, has_di
         assert num_computed(scene) - before <= len(LONG) - 80, "the blocks came from the segments"
         successor._directory.check_integrity()
         old._directory.check_integrity()
+        [lost] = [each for each in await old.metrics() if each.name == "raydix_lost_workers"]
+        assert set(lost.values.values()) == {0.0}, "workers that have gone over to the successor are not lost"
         assert has_disk or old._directory.stock.segments.store_bytes == 0, "no payload is held twice"
         await scene.end(second)
 

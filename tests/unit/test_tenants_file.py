@@ -21,7 +21,7 @@ from raydix.engine.core.errors import StartupError
 from raydix.engine.core.tenants import key_hash
 from tests.unit.ingress import Replica, Served, body_of, call
 from tests.unit.served_app import app
-from tests.unit.waits import until
+from tests.unit.waits import WAIT_S, until
 
 HASH = key_hash("rdx-alice")
 
@@ -158,7 +158,7 @@ def test_a_change_that_cannot_be_taken_does_not_end_the_watch(monkeypatch: pytes
             taken.set()
 
         watch = asyncio.create_task(changes.when_changed(Changing(), read_again))
-        await asyncio.wait_for(taken.wait(), 20)
+        await asyncio.wait_for(taken.wait(), WAIT_S)
         watch.cancel()
 
     asyncio.run(play())

@@ -88,14 +88,14 @@ def test_a_trace_shows_a_request_at_each_process(scene: Scene, is_over: asyncio.
         assert sum(each["args"]["tokens"] for each in prefill["r"] if each["name"].startswith("prefill")) == len(prompt)
         assert prefill["r"][0]["name"] == "waiting"
         decoded = [each["name"] for each in decode["r"]]
-        assert decoded[0] == "decode 1" and decoded[-1] == f"decode {NUM_TOKENS - 1}"
+        assert decoded[:2] == ["waiting", "decode 1"] and decoded[-1] == f"decode {NUM_TOKENS - 1}"
         assert sum(each["args"]["tokens"] for each in tokens) == NUM_TOKENS
         assert tokens[0]["name"].startswith("token 1")
-        assert len(decode["steps"]) == len(decoded), "it was alone"
+        assert len(decode["steps"]) == len(decoded) - 1, "it was alone"
         # The last slice of the prefill begins before the hand-over, and the first decode comes behind it.
         [sent] = [each for each in prefill["transfers"] if each["name"] == "hand over"]
         [taken] = [each for each in decode["transfers"] if each["name"] == "take over"]
-        assert prefill["r"][-1]["ts"] <= sent["ts"] <= taken["ts"] <= decode["r"][0]["ts"]
+        assert prefill["r"][-1]["ts"] <= sent["ts"] <= taken["ts"] <= decode["r"][1]["ts"]
         arrows = [each for each in found["traceEvents"] if each["name"] == "hand-over"]
         assert [(each["ph"], each["id"]) for each in sorted(arrows, key=lambda each: -ord(each["ph"]))] == [
             ("s", "r"),
@@ -116,14 +116,16 @@ def test_nothing_is_recorded_without_a_recording_and_no_more_than_the_limit(
         recording = asyncio.create_task(recorder.record(1))
         await until(lambda: recorder.is_on)
         for name in "abc":
+            assert recorder.has_room == (name != "c")
             recorder.add([Span("row", name, 1.0, 0.5, {})])
+        recorder.lost(2)
         is_over.set()
         recorded = await recording
         recorder.add([Span("row", "late", 1.0, 0.5, {})])
         return recorded
 
     recorded = asyncio.run(play())
-    assert [span.name for span in recorded.spans] == ["a", "b"] and recorded.num_dropped == 1
+    assert [span.name for span in recorded.spans] == ["a", "b"] and recorded.num_dropped == 3
     assert recorded.spans[0].started_at == 1e9 + 1.0, "in seconds since the epoch"
 
 
@@ -220,3 +222,4 @@ def test_the_command_writes_the_trace(
     with serving(traced(429)) as url:
         assert main(["trace", "-o", str(path), "--url", url]) == 2
         assert "being recorded" in capsys.readouterr().err
+    assert len(json.loads(path.read_text())["traceEvents"]) == 2, "the earlier trace stays"

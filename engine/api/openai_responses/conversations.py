@@ -255,7 +255,7 @@ def deleted_body(conversation_id: str) -> bytes:
 
 
 def resolved(spec: GenerationSpec) -> GenerationSpec:
-    """A request with the messages of the conversation that `Turn.earlier` has, before its own input."""
+    """A request with the messages of the conversation that `ResponseTurn.earlier` has, before its own input."""
     assert spec.turn is not None
     conversation = Conversation.decode(spec.turn.earlier)
     # Instructions stand first; behind them the conversation, and the input of this request last.
