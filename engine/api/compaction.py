@@ -108,7 +108,7 @@ def is_due(spec: GenerationSpec, num_tokens: int) -> bool:
     sizes = [(message["role"], sum(len(str(value)) for value in message.values())) for message in spec.messages]
     tools = () if spec.tools is None else spec.tools.definitions
     total = sum(size for _, size in sizes) + sum(len(str(tool)) for tool in tools)
-    replaced = sum(size for role, size in sizes[: len(_older(spec.messages))] if role not in stays)
+    replaced = sum(size for role, size in sizes[: _question_at(spec.messages)] if role not in stays)
     return num_tokens * replaced > use.threshold * MIN_REPLACED * total
 
 
@@ -130,7 +130,8 @@ def begun_anew(messages: Sequence[ChatMessage], summary: str, use: CompactionUse
     summary, and the question that has not been answered."""
     older = _older(messages)
     said = user_texts(older) if use.keeps_words else []
-    last = [str(each["content"]) for each in messages[len(older) :]]
+    # What the system says behind the question stays as a message of its own (`compacted`).
+    last = [str(each["content"]) for each in messages[len(older) :] if each["role"] == "user"]
     return "\n\n".join([*said, f"{BEGIN}{summary.strip()}{END}", *last])
 
 
@@ -162,8 +163,17 @@ def _of_system(messages: Sequence[ChatMessage]) -> list[int]:
 
 def _older(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
     """The messages that a summary is of: all but a question at the end."""
-    is_question = len(messages) > 1 and messages[-1]["role"] == "user" and messages[-2]["role"] == "assistant"
-    return messages[:-1] if is_question else messages
+    older = messages[: _question_at(messages)]
+    # Where nobody has answered yet, a summary that the client asks for by name is of the question: of nothing there is
+    # none.
+    return messages if len(older) == 0 else older
+
+
+def _question_at(messages: Sequence[ChatMessage]) -> int:
+    """Number of the message with which the question at the end begins: the first behind the model's last message and
+    the results of its calls. Messages of the system may stand before, between and behind what the user asks."""
+    ends = (index + 1 for index, message in enumerate(messages) if message["role"] not in ("user", "system"))
+    return max(ends, default=0)
 
 
 def _without_summaries(text: str) -> str:

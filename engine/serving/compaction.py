@@ -71,13 +71,16 @@ class Compaction:
         if not _is_cut(about) and (written := _text(about)):
             text = begun_anew(seen.messages, written, use)
             spec = compacted(unread, text)
-        if use.is_all:
+        # Without a summary there is nothing to pause for, and a client that goes on as long as an answer pauses would
+        # never get another. A summary that was asked for alone is the whole answer in any case.
+        is_all = use.is_all and (text is not None or use.threshold == 0)
+        if is_all:
             # No token is generated, but the prompt is computed that the client's next request begins with.
             spec = replace(spec, max_tokens=0, sampling=replace(spec.sampling, min_tokens=0))
         origin = None if job.run is None else job.run.origin  # a response in the background has an id already
         anew = await self._preparation.of_spec(spec, job.tenant, headers, origin=origin, is_line=is_line)
         marks = tuple(zip(about.spec.retention.marks, about.marked_tokens, strict=True))
-        anew.summary = Summary(name_in(about.head.id), text, about.usage(), marks, use.is_all)
+        anew.summary = Summary(name_in(about.head.id), text, about.usage(), marks, is_all)
         return anew
 
     async def of_body(self, body: bytes, tenant: Tenant, headers: RequestHeaders = NO_HEADERS) -> Job:

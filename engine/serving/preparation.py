@@ -20,7 +20,7 @@ from raydix.engine.api.openai_responses.stored import Run
 from raydix.engine.api.reconnecting import BEGINNING, HEADER
 from raydix.engine.api.responses import ResponseHead, response_id, system_fingerprint
 from raydix.engine.api.resuming import MAX_CHOICES, EventId, EventIds, Origin, seal_of
-from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.api.spec import CompactionUse, GenerationSpec
 from raydix.engine.core.divergence import PromptPart, PromptRecord
 from raydix.engine.core.errors import AnswerChangedError, RequestError
 from raydix.engine.core.hashing import adapted
@@ -59,8 +59,9 @@ class StreamStart:
         """Parse the header's value. Raises RequestError for a value that is no id."""
         return cls(None if header == BEGINNING else EventId.read(header))
 
-    def check(self, spec: GenerationSpec) -> None:
-        """Raise RequestError for a request whose answer has no events, or too many choices."""
+    def check(self, spec: GenerationSpec, compaction: CompactionUse | None = None) -> None:
+        """Raise RequestError for a request whose answer has no events, or too many choices, or is a summary alone.
+        `compaction`: the way in which its conversation is to begin anew."""
         if spec.turn is not None and spec.turn.in_background:
             raise RequestError(
                 f"'{HEADER}' is not for a response in the background, whose stream `GET /v1/responses/{{id}}` reads "
@@ -69,6 +70,11 @@ class StreamStart:
             )
         if not spec.form.stream:
             raise RequestError(f"'{HEADER}' is for streams: set 'stream' to true, or leave it out.", param=HEADER)
+        # The chat of a stream that can be gone on with is answered as it is: a second summary would have other words.
+        if compaction is not None and compaction.threshold == 0:
+            raise RequestError(
+                f"'{HEADER}' is not for an answer that is a summary alone: leave it out, or 'compaction'.", param=HEADER
+            )
         if spec.num_choices > MAX_CHOICES:
             raise RequestError(
                 f"A stream with '{HEADER}' has at most {MAX_CHOICES} choices, got {spec.num_choices}.", param=HEADER
@@ -312,7 +318,9 @@ class Preparation:
         spec = headers.completed(reading.spec)
         if is_line:
             spec = _as_line(spec)
-        self._check(spec, tenant, start)
+        self._check(spec, tenant)
+        if start is not None:
+            start.check(spec, None if reading.unread is None else reading.unread.compaction)
         adapter = self._models.adapter(spec.model, tenant)
         fingerprint = self._fingerprint(adapter)
         if origin is not None:
@@ -366,13 +374,11 @@ class Preparation:
         if is_kept:
             self._records.add(job.head.id, job.tenant.name, generation.session, record, spec.ignored)
 
-    def _check(self, spec: GenerationSpec, tenant: Tenant, start: StreamStart | None) -> None:
-        """Raise RequestError for a request that this tenant, model or kind of stream cannot have."""
+    def _check(self, spec: GenerationSpec, tenant: Tenant) -> None:
+        """Raise RequestError for a request that this tenant or model cannot have."""
         tenant.require_priority(spec.service.priority)
         if spec.embedding is not None:
             spec.embedding.check(self._facts.model.hidden_size)
-        if start is not None:
-            start.check(spec)
 
     async def _read(
         self,

@@ -194,10 +194,12 @@ def test_a_summary_is_of_the_chat_that_the_model_sees(served: Served) -> None:
         # What stays is the most of the prompt: each request would have one more summary.
         {"messages": [*CHAT[:2], CHAT[2] | {"content": [RESULT | {"content": "noon"}]}], "system": LONG},
         {"messages": [*CHAT[:1], CHAT[3], {"role": "user", "content": LONG}]},
+        {"messages": [{"role": "user", "content": LONG}]},
+        {"messages": [{"role": "user", "content": LONG}, {"role": "system", "content": "now!"}]},
         # A summary cannot go on in the words that the client has begun.
         {"messages": CHAT[:4]},
     ],
-    ids=["short", "no-edit", "trigger", "system", "question", "begun"],
+    ids=["short", "no-edit", "trigger", "system", "question", "only", "reminder", "begun"],
 )
 def test_what_is_short_or_not_to_be_compacted_is_answered_alone(served: Served, fields: dict[str, Any]) -> None:
     made = replica()
@@ -237,6 +239,32 @@ def test_a_client_asks_for_a_summary_alone(served: Served, messages: list[dict[s
     assert prompts_of(made)[-1] == f"be kind{SUMMARY}{question}\nthanks"
 
 
+NOW = {"role": "system", "content": "now!"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "session", "system", "question"),
+    [
+        # Agents send reminders as texts beside a result, or as messages of the system.
+        ([*CHAT[:2], CHAT[2] | {"content": [RESULT, {"type": "text", "text": "be brief"}]}], "", "", "be brief"),
+        ([*CHAT, NOW], "it is noon", "now!", "and now?"),
+        ([*CHAT, NOW, {"role": "user", "content": "so?"}], "it is noon", "now!", "and now?\n\nso?"),
+    ],
+    ids=["result", "reminder", "both"],
+)
+def test_the_users_latest_words_stay(
+    served: Served, messages: list[dict[str, Any]], session: str, system: str, question: str
+) -> None:
+    made = replica()
+    compaction, _ = answered(served, made, messages=messages)["content"]
+    assert compaction["content"] == f"{SUMMARY}\n\n{question}"
+    about, last = prompts_of(made)
+    assert about == f"be kindfirst{LONG}{session}{REQUEST_OF_ALL}", (
+        "the summary's prompt goes on from the session's own"
+    )
+    assert last == f"be kind{system}{SUMMARY}\n\n{question}"
+
+
 @pytest.mark.parametrize("pauses", [False, True], ids=["answers", "pauses"])
 @pytest.mark.parametrize("cut", [False, True], ids=["empty", "cut"])
 def test_a_model_that_writes_no_summary_says_so(served: Served, cut: bool, pauses: bool) -> None:
@@ -246,13 +274,56 @@ def test_a_model_that_writes_no_summary_says_so(served: Served, cut: bool, pause
     else:
         made.dispatcher.answer = " \n"
     message = answered(served, made, context_management=managed(pause_after_compaction=pauses))
-    failed, *others = message["content"]
-    assert failed == {"type": "compaction", "content": None} and len(others) == (not pauses)
+    failed, text = message["content"]
+    assert failed == {"type": "compaction", "content": None} and text["type"] == "text"
+    # A client that goes on as long as answers pause would never get another.
+    assert message["stop_reason"] == ("model_context_window_exceeded" if cut else "end_turn")
+    own = message["usage"]["iterations"][1]
+    assert own["type"] == "message" and own["output_tokens"] > 0
     assert prompts_of(made)[1] == f"be kindfirst{LONG}it is noonand now?", "the chat stays as it is"
     # The client sends the block back, and the chat goes on behind it as if it were not there.
     answered(served, made, messages=[*CHAT, {"role": "assistant", "content": [failed]}], context_management=None)
     assert prompts_of(made)[-1] == prompts_of(made)[1]
     assert made.room.num_held == 0
+
+
+def test_a_summary_alone_that_the_model_does_not_write_is_the_whole_answer(served: Served) -> None:
+    made = replica()
+    made.dispatcher.answer = " \n"
+    message = answered(served, made, context_management=None, compaction={"type": "summarize"})
+    assert message["content"] == [{"type": "compaction", "content": None}] and message["stop_reason"] == "compaction"
+    assert made.dispatcher.begun[1].sampling.max_tokens == 0 and made.room.num_held == 0
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+@pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
+def test_messages_of_failed_summaries_alone_are_refused_by_name(served: Served, path: str, role: str) -> None:
+    for mark in ({}, {"cache_control": {"type": "ephemeral"}}):
+        block: dict[str, Any] = {"type": "compaction", "content": None, **mark}
+        messages = [{"role": role, "content": [block]}]
+        for fields in ({}, mark):
+            reply = served(replica(), post(path, messages=messages, system=None, context_management=None, **fields))
+            assert reply.status == 400 and "'messages' has nothing but" in reply.json["error"]["message"]
+
+
+def test_a_mark_on_a_failed_summary_before_the_first_message_keeps_nothing() -> None:
+    block = {"type": "compaction", "content": None, "cache_control": {"type": "ephemeral"}}
+    messages = [{"role": "user", "content": [block, {"type": "text", "text": "hi"}]}]
+    spec = parse_messages(json.dumps({"max_tokens": 5, "messages": messages}).encode())
+    assert [message["content"] for message in spec.messages] == ["hi"] and spec.retention.marks == ()
+
+
+def test_a_stream_that_can_be_gone_on_with_is_of_the_chat_and_no_summary_alone(served: Served) -> None:
+    headers = {"last-event-id": "0"}
+
+    def ask(**fields: Any) -> Reply:
+        body = body_of("messages", messages=CHAT, stream=True, **fields)
+        return served(replica(), lambda: call(app, "POST", MESSAGES, body, headers=headers))
+
+    refused = ask(compaction={"type": "summarize"})
+    assert refused.status == 400 and "'Last-Event-ID' is not for an answer" in refused.json["error"]["message"]
+    reply = ask(context_management=managed())
+    assert reply.status == 200 and b"text_delta" in reply.body and b"compaction" not in reply.body
 
 
 def test_all_before_a_summary_is_left_out_with_its_marks(served: Served) -> None:

@@ -181,7 +181,9 @@ class Transcript:
                 self.mark(block.cache_control)
 
     def mark(self, control: CacheControl) -> None:
-        """Mark the end of what was added so far."""
+        """Mark the end of what was added so far; before the first message there is nothing to keep."""
+        if not self._drafts:
+            return
         self._marks.append(PromptMark(len(self._drafts) - 1, len(self._drafts[-1].content), control.ttl_s))
 
     def mark_beginning(self, control: CacheControl) -> None:

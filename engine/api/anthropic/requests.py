@@ -135,9 +135,15 @@ class ChatBody(SamplingFields, TemplateFields, KnownEngineFields):
     logprob_token_ids: Unsupported = None
 
     def chat(self, rules: BodyRules) -> GenerationSpec:
-        """The chat in normal form, without a limit of its answer."""
+        """The chat in normal form, without a limit of its answer. Raises RequestError for messages that add nothing to
+        the prompt, or that end with calls."""
         transcript, left_out = self._transcript(rules.volatile_lines)
         messages = transcript.messages
+        # A block of a summary that failed adds nothing, and to a prompt of nothing there is no answer.
+        if not messages:
+            raise RequestError(
+                "'messages' has nothing but blocks 'compaction' whose 'content' is null.", param="messages"
+            )
         # A summary is an answer of its own, whoever has spoken last.
         continues = messages[-1].role == "assistant" and self.compaction is None
         # The API gives no sense to going on behind a call: its results come from the client, in the next message.
