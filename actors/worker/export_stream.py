@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raydix.actors.messages import ExportItem
+from raydix.actors.tracing import Recorder
+from raydix.actors.worker.step_spans import span_of_export
 from raydix.engine.core.types import SegmentHeader
 
 if TYPE_CHECKING:
@@ -22,9 +24,10 @@ MAX_QUEUED_BYTES = 512 << 20
 class ExportStream:
     """A queue with one reader: the manager that registered the worker last. Not thread-safe."""
 
-    def __init__(self, on_sent: Callable[[int], None]) -> None:
+    def __init__(self, on_sent: Callable[[int], None], recorder: Recorder) -> None:
         """`on_sent` is told the bytes of each payload that is sent."""
         self._on_sent = on_sent
+        self._recorder = recorder
         self._queue: asyncio.Queue[ExportItem | ExportedSegment] = asyncio.Queue()
         self._queued_bytes = 0
 
@@ -35,6 +38,8 @@ class ExportStream:
     def put(self, item: "ExportItem | ExportedSegment") -> None:
         """Queue a message. Of a segment beyond `MAX_QUEUED_BYTES` the manager hears only that it was not sent."""
         if not isinstance(item, ExportItem):
+            if self._recorder.is_on:
+                self._recorder.add([span_of_export(item.header, time.monotonic())])
             if self._queued_bytes + item.header.num_bytes > MAX_QUEUED_BYTES:
                 item = _without_blocks(item.header)
             else:

@@ -34,7 +34,7 @@ from raydix.actors.worker.held_adapters import HeldAdapters
 from raydix.actors.worker.measurements import Measurements, engine_statistics
 from raydix.actors.worker.registrar import Incarnation, Registrar
 from raydix.actors.worker.segment_import import import_segment
-from raydix.actors.worker.step_spans import span_of_export, span_of_import, spans_of_step
+from raydix.actors.worker.step_spans import span_of_import, spans_of_step
 from raydix.actors.worker.token_streams import TokenStreams
 from raydix.configs.schema import LoggingSection
 from raydix.engine.background import Background
@@ -54,7 +54,6 @@ from raydix.engine.core.types import (
 
 if TYPE_CHECKING:
     from raydix.engine.model.engine import Engine, StepResult
-    from raydix.engine.model.exchange import ExportedSegment
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +135,7 @@ class Worker:
         self._words: Words | None = None
         self._thread = EngineThread(self._engine, self._hand_out, self._end_process, role)
         self._tokens = TokenStreams()
-        self._exports = ExportStream(self._measurements.exported)
+        self._exports = ExportStream(self._measurements.exported, self._recorder)
         self._background = Background()
         self._adapters = HeldAdapters(self._engine, self._thread)
         self.registrar = Registrar(
@@ -285,7 +284,7 @@ class Worker:
                 self._thread.in_event_loop(self._exports.put, ExportItem(unsent=tuple(hashes)))
                 return
             for segment in segments:
-                self._thread.in_event_loop(self._send, segment)
+                self._thread.in_event_loop(self._exports.put, segment)
             if missing:
                 self._thread.in_event_loop(self._exports.put, ExportItem(missing=missing))
 
@@ -335,16 +334,11 @@ class Worker:
 
     # Inside
 
-    def _send(self, segment: "ExportedSegment") -> None:
-        if self._recorder.is_on:
-            self._recorder.add([span_of_export(segment.header, time.monotonic())])
-        self._exports.put(segment)
-
     def _hand_out(self, result: "StepResult") -> None:
         """Wake up readers of tokens first, then the manager's stream; the bookkeeping waits for the next turn."""
         self._tokens.put((*result.scores, *result.events, *result.failures))
         for segment in result.segments:
-            self._send(segment)
+            self._exports.put(segment)
         if result.sealed or result.evicted:
             self._exports.put(ExportItem(sealed=result.sealed, evicted=result.evicted))
         if self._recorder.has_room:
