@@ -395,7 +395,8 @@ def metrics_page() -> str:
                 ),
             ],
         ),
-        "Where all actors share a process, as with `--local`, its own metrics are the ingress replica's.",
+        "Where all actors share a process, as with `--local`, the metrics `process_*` are reported by the ingress "
+        "replica alone.",
         "Those that mean the same at vLLM are there under its names too, with the tag `model_name` beside their own:",
         _alias_table("vLLM", VLLM),
         "And under OpenTelemetry's, with `gen_ai_operation_name` in place of `operation`, `gen_ai_provider_name` and "
