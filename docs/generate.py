@@ -30,7 +30,7 @@ from ray.util.metrics import Metric
 
 from raydix.actors.ingress.cluster_metrics import BUILD_INFO, MODEL_INFO, UP
 from raydix.actors.ingress.metric_aliases import OPEN_TELEMETRY, VLLM, Alias
-from raydix.actors.instruments import HistogramInstrument, instruments_of
+from raydix.actors.instruments import HistogramInstrument, Instrument, instruments_of
 from raydix.actors.metrics import HoldMetrics, IngressMetrics, ManagerMetrics, WorkerMetrics
 from raydix.actors.process_metrics import ProcessMetrics
 from raydix.cli.main import parser
@@ -416,16 +416,21 @@ def _metric_table(group: object, values: _TagValues) -> str:
     return _table(
         ("metric", "kind", "tags", ""),
         (
-            (f"`{info['name']}`", each.kind, _tags(info, {**values[info["name"]], **known}), info["description"])
+            _metric_row(each.metric.info, each.kind, {**values[each.metric.info["name"]], **_known_values(each)})
             for each in instruments_of(group)
-            for info in [each.metric.info]
-            for known in [
-                {key: dict.fromkeys(own) for key, own in each.known.items()}
-                if isinstance(each, HistogramInstrument)
-                else {}
-            ]
         ),
     )
+
+
+def _metric_row(info: Mapping[str, Any], kind: str, values: Mapping[str, Mapping[str, None]]) -> tuple[str, ...]:
+    return f"`{info['name']}`", kind, _tags(info, values), info["description"]
+
+
+def _known_values(instrument: Instrument[Metric]) -> dict[str, dict[str, None]]:
+    """The values that an instrument declares for its tags."""
+    if not isinstance(instrument, HistogramInstrument):
+        return {}
+    return {key: dict.fromkeys(own) for key, own in instrument.known.items()}
 
 
 def _tags(info: Mapping[str, Any], values: Mapping[str, Mapping[str, None]]) -> str:

@@ -1,5 +1,4 @@
-"""What becomes of the time between two deliveries of a request's tokens: a metric, and while a trace is recorded a
-span."""
+"""Measures the time between two deliveries of a request's tokens, and traces it while a trace is recorded."""
 
 from typing import NamedTuple
 

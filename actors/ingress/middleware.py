@@ -1,4 +1,4 @@
-"""What the application does to requests and answers around its routes.
+"""Middleware of the application, around its routes.
 
 * `Compression`: large answers are compressed where the client takes gzip (RFC 9110, 12.5.3). Streams of events stay as
   they are: a proxy or a client that waits for a whole compressed block would hold tokens back.

@@ -324,7 +324,7 @@ class KVCacheManager:
         over = [end.request_id for end in ended if not self._directory.has_newer_attempt(end.request_id, end.attempt)]
         self._ingresses.release(ingress_id, over)
 
-    # What parts of the manager answer themselves
+    # Calls passed on to parts of the manager
 
     async def of_answers(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the memory of answers, by its name in `AnswerKeeper`."""

@@ -44,7 +44,7 @@ class ServerInfo(Shape):
 
 
 class ChromeTrace(Shape):
-    """What processes did for some seconds, in Chrome's format."""
+    """Trace of processes for some seconds, in Chrome's format."""
 
     traceEvents: list[dict[str, Any]] = Field(description="Slices of time by process and row, and arrows.")
     displayTimeUnit: Literal["ms"] = Field(description="Unit in which times are shown.")

@@ -3,6 +3,22 @@
 A tenant is known by its API key (only the SHA-256 is kept), or by its name if a program inside the cluster vouches for
 the name; never by other data from a client. The salt covers the tenant's name, so a request's `cache_salt` can narrow
 sharing within a tenant and can never reach the KV of another tenant.
+
+What tenants share has its rule beside it:
+
+| shared | rule among tenants | file |
+|---|---|---|
+| places of requests | each holds at most as many as it leaves free | `engine/core/ingress/room.py` |
+| arriving files, running batches | the same | `actors/ingress/batches.py` |
+| lines of batches | divided by tenant, then by batch | `engine/core/batches/lines.py` |
+| computing of a worker | the least time per weight goes first | `engine/core/worker/virtual_time.py` |
+| running requests, their blocks | the tenant furthest above its share gives back | `Scheduler._above_share` |
+| cached blocks of a pool | `quotas`: floors and ceilings | `engine/core/eviction/queue.py` |
+| segments in the store and on disk | the same | `engine/core/manager/segment_store.py` |
+| earlier answers | the most bytes per weight give back | `actors/manager/client_memory.py`, its stores |
+| prompts to compare with | the most bytes give back | `engine/serving/prompt_records.py` |
+
+`Shares` (`engine/core/shares.py`) counts all but computing and what has quotas.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -201,7 +201,7 @@ class Positions(NamedTuple):
 
 def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> ForwardBatch:
     """Lay out the tensors of one step. Positions in shared blocks get slot -1: computed, not stored."""
-    spans = [
+    parts = [
         Positions(
             [*chunk.request.token_ids[chunk.start : chunk.start + chunk.num_tokens], *chunk.draft],
             chunk.start,
@@ -210,33 +210,33 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
         )
         for chunk in chunks
     ]
-    return lay_out(spans, _wanted_rows(chunks), block_size, device)
+    return lay_out(parts, _wanted_rows(chunks), block_size, device)
 
 
 def lay_out(
-    spans: Sequence[Positions], wanted_rows: Sequence[int], block_size: int, device: torch.device
+    parts: Sequence[Positions], wanted_rows: Sequence[int], block_size: int, device: torch.device
 ) -> ForwardBatch:
     """Lay out the tensors of a forward pass. `wanted_rows`: tokens of the batch whose results are wanted."""
-    num_tokens = sum(len(span.token_ids) for span in spans)
+    num_tokens = sum(len(part.token_ids) for part in parts)
     token_ids = np.empty(num_tokens, np.int64)
     positions = np.empty(num_tokens, np.int64)
     slots = np.empty(num_tokens, np.int64)
-    block_tables = np.zeros((len(spans), max(len(span.blocks) for span in spans)), np.int32)
-    query_start = np.zeros(len(spans) + 1, np.int32)
-    context_lens = np.empty(len(spans), np.int32)
+    block_tables = np.zeros((len(parts), max(len(part.blocks) for part in parts)), np.int32)
+    query_start = np.zeros(len(parts) + 1, np.int32)
+    context_lens = np.empty(len(parts), np.int32)
     row = 0
 
-    for index, span in enumerate(spans):
-        start, end = span.start, span.start + len(span.token_ids)
+    for index, part in enumerate(parts):
+        start, end = part.start, part.start + len(part.token_ids)
         rows = slice(row, row + end - start)
-        block_tables[index, : len(span.blocks)] = span.blocks
-        token_ids[rows] = span.token_ids
+        block_tables[index, : len(part.blocks)] = part.blocks
+        token_ids[rows] = part.token_ids
         positions[rows] = at = np.arange(start, end)
         # int64 before the product: a slot counts tokens of the whole pool, of which there may be more than 2^31.
         slots[rows] = block_tables[index, at // block_size].astype(np.int64) * block_size + at % block_size
-        if span.store_from > start:
+        if part.store_from > start:
             # A shared block is never written: positions in it are computed for their output alone.
-            slots[rows][: span.store_from - start] = -1
+            slots[rows][: part.store_from - start] = -1
 
         row += end - start
         query_start[index + 1] = row
@@ -250,7 +250,7 @@ def lay_out(
         query_start=upload(query_start, torch.int32, device),
         context_lens=upload(context_lens, torch.int32, device),
         logits_rows=upload(wanted_rows, torch.int64, device),
-        max_query_len=max(len(span.token_ids) for span in spans),
+        max_query_len=max(len(part.token_ids) for part in parts),
     )
 
 

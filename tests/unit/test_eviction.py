@@ -607,7 +607,7 @@ def test_other_quotas_hold_for_the_blocks_that_are_there(queue: EvictionQueue[st
 
 
 def test_an_agent_that_waits_for_a_tool_stays_before_one_whose_turn_is_over() -> None:
-    """Those with calls come back after 9 s, those without only once in a while, and later."""
+    """Prompts of answers with calls come back after 9 s, the others only once in a while, and later."""
     queue: EvictionQueue[str] = EvictionQueue(Survival())
     events: list[tuple[float, str, FinishReason]] = []
     for number in range(200):

@@ -132,7 +132,7 @@ def test_another_request_renews_a_mark() -> None:
 
 
 def test_eviction_hears_whether_an_answer_has_calls() -> None:
-    """Where a token tells, and not from a worker that generates no more than the answer's first token."""
+    """Eviction hears it where a token tells, and not from a worker that generates only the answer's first token."""
     told: list[FinishReason | None] = []
 
     class Listening(LeastRecent[BlockHash]):

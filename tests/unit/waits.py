@@ -1,4 +1,4 @@
-"""How the tests wait: for an event, and never for a number of seconds."""
+"""Waits of the tests: for an event, never for seconds."""
 
 import asyncio
 import inspect

@@ -123,11 +123,11 @@ class Dispatch:
         self.entries = Entries()
         """The requests under way."""
         self.retries = Retries()
-        """Those that wait to be admitted again: `tick` is due when the first one is."""
+        """The requests that wait to be admitted again: `tick` is due when the first one is."""
         self.view = ClusterView(model.fingerprint, now, self._timeouts)
         """Workers and manager as this replica knows them; told directly what changes no request."""
         self.outbox = Outbox()
-        """What `flush` sends."""
+        """Messages that `flush` sends."""
 
     # Requests
 

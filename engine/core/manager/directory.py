@@ -491,7 +491,6 @@ class Directory:
             last_workers,
             return_rate=self.statistics.return_rate,
             objectives=objectives,
-            # Where all workers are on one node, each source is as near as any other.
             # On one node every import takes alike.
             sources=sources_of(records, self.fleet, self._reservations) if len(self.fleet.nodes) > 1 else None,
         )

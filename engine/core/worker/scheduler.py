@@ -392,7 +392,7 @@ class Scheduler:
         its share. None if nobody is above, or this tenant would be itself, so that no room goes back and forth."""
 
         def part(running: Request) -> float:
-            # Of the places or of the blocks, whichever is more.
+            # A request's part is of the places or of the blocks, whichever is more.
             return max(1 / self.limits.max_requests, running.num_needed_blocks / self.pool.num_blocks)
 
         used: dict[str, float] = {}
