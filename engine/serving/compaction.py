@@ -1,7 +1,7 @@
 """Runs compactions: a conversation is summarised, and begins anew with its summary."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 
 from raydix.engine.api.compaction import (
@@ -50,20 +50,31 @@ class Compaction:
 
     async def begun_anew(self, job: Job, headers: RequestHeaders = NO_HEADERS, *, is_line: bool = False) -> Job:
         """The job of a request whose conversation begins anew: one behind a summary, or one of the conversation as it
-        is where the model has written no summary. The caller closes it. `is_line`: the request is a line of a batch.
+        is where the model has written no summary. The caller closes it; the job that was given is closed here, and its
+        place in the room goes to the summary and then to the new job. `is_line`: the request is a line of a batch.
 
         Raises:
-            RequestError: there is no room for a summary.
+            RequestError: there is no room for a summary in the context.
             ServiceError: the summary failed.
         """
+        with closing(job):
+            return await self._behind_summary(job, headers, is_line=is_line)
+
+    async def _behind_summary(self, job: Job, headers: RequestHeaders, *, is_line: bool) -> Job:
+        """The job of `begun_anew`; leaves the given one open."""
         unread, seen = job.unread, job.conversation
         assert unread is not None and unread.compaction is not None
         use = unread.compaction
-        job.close()  # The summary takes the place in the room meanwhile.
         # The summary is a request of its own, without the client's name for the one that waits.
         about = await self._preparation.of_spec(
-            asking(seen, use, leaves_question=True), job.tenant, replace(headers, name=None), is_line=is_line
+            asking(seen, use, leaves_question=True),
+            job.tenant,
+            replace(headers, name=None),
+            is_line=is_line,
+            part_of=job,
         )
+        # Behind the summary the place is the request's again, before another one can have it.
+        about.answers[0].lender = job.answers[0]
         await self._run(about)
         spec, text = replace(unread, compaction=None), None
         # A model that reasons may have no tokens left for the summary, and one that is cut lacks what came last, the
@@ -78,7 +89,7 @@ class Compaction:
             # No token is generated, but the prompt is computed that the client's next request begins with.
             spec = replace(spec, max_tokens=0, sampling=replace(spec.sampling, min_tokens=0))
         origin = None if job.run is None else job.run.origin  # a response in the background has an id already
-        anew = await self._preparation.of_spec(spec, job.tenant, headers, origin=origin, is_line=is_line)
+        anew = await self._preparation.of_spec(spec, job.tenant, headers, origin=origin, is_line=is_line, part_of=job)
         marks = tuple(zip(about.spec.retention.marks, about.marked_tokens, strict=True))
         anew.summary = Summary(name_in(about.head.id), text, about.usage(), marks, is_all)
         return anew

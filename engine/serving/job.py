@@ -60,11 +60,13 @@ class Answer:
     """Each piece has one token, so that pieces are a function of the tokens and not of time."""
     successor: "Answer | None" = None
     """Answer of the same job that waits for this one's permit."""
+    lender: "Answer | None" = None
+    """Answer of another job that gets the permit back behind the last successor, and runs no sooner for it."""
 
     @contextmanager
     def running(self) -> Iterator[Callable[[], None]]:
-        """Hold the answer's permit, and hand it on to the successor or release it at the end, or before, when what is
-        yielded is called."""
+        """Hold the answer's permit, and hand it on to the successor, give it back to the lender or release it at the
+        end, or before, when what is yielded is called."""
         assert self.permit is not None, "an answer runs once, before its job is closed"
         permit, self.permit = self.permit, None
         is_over = False
@@ -74,10 +76,11 @@ class Answer:
             if is_over:
                 return
             is_over = True
-            if self.successor is None:
+            heir = self.successor or self.lender
+            if heir is None:
                 permit.release()
             else:
-                self.successor.permit = permit
+                heir.permit = permit
 
         try:
             yield over
@@ -214,6 +217,15 @@ class Job:
             if sampling.pooling is not None:
                 num_bytes += hidden_size * SCORE_BYTES // 2
         return num_bytes + SHOWN_BYTES * max((a.generation.sampling.logprobs or 0 for a in self.answers), default=0)
+
+    def hand_over(self, count: int) -> list[Permit]:
+        """Up to `count` permits of answers that do not run now, of which the caller is the owner from now on."""
+        permits = list[Permit]()
+        for answer in self.answers[:count]:
+            if answer.permit is not None:
+                permits.append(answer.permit)
+                answer.permit = None
+        return permits
 
     def close(self) -> None:
         """Release the permits of answers that will never run, and the adapter."""

@@ -9,6 +9,7 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -275,10 +276,14 @@ class Preparation:
         *,
         origin: Origin | None = None,
         is_line: bool = False,
+        part_of: Job | None = None,
     ) -> Job:
         """The job of a request in normal form, of this `origin` or a new one; arguments and errors as `of_body`.
-        `is_line`: the request is a line of a batch."""
-        return await self._prepare(spec, size_of(spec), tenant, headers, origin=origin, is_line=is_line)
+        `is_line`: the request is a line of a batch. `part_of`: the job, let in and not running, of whose request this
+        one is a part: the place in the room and the time of the arrival are that job's."""
+        return await self._prepare(
+            spec, size_of(spec), tenant, headers, origin=origin, is_line=is_line, part_of=part_of
+        )
 
     async def again(self, run: Run, tenant: Tenant) -> Job:
         """The job of a response in the background that is generated again, with the same bits; errors as `of_body`, and
@@ -308,13 +313,15 @@ class Preparation:
         start: StreamStart | None = None,
         origin: Origin | None = None,
         earlier: bytes = b"",
+        part_of: Job | None = None,
     ) -> Job:
-        arrived_at = self._clock()
+        arrived_at = self._clock() if part_of is None else part_of.arrived_at
         room = self._line_room if is_line else self._room
         # Reading takes a place of its own, and gives it back before the choices take theirs: while a body is read
-        # nobody knows how many choices it has.
+        # nobody knows how many choices it has. A part of a job is read in the job's place.
+        reading_room = room if part_of is None else None
         resumed = None if start is None or start.last is None else start.last.origin.name
-        reading = await self._read(request, size, tenant, room, earlier, resumed)
+        reading = await self._read(request, size, tenant, reading_room, earlier, resumed)
         spec = headers.completed(reading.spec)
         if is_line:
             spec = _as_line(spec)
@@ -330,7 +337,9 @@ class Preparation:
         # A line with a thousand inputs leaves room for the other lines of the batch.
         most = min(room.most(tenant), room.max_requests // LINES_AT_ONCE) if is_line else room.most(tenant)
         # Nothing is awaited since the adapter was looked up: it is held from there to the request's end.
-        with room.reserve(_num_permits(spec, most), tenant) as permits, self._models.use(adapter) as use:
+        count = _num_permits(spec, most)
+        handed = [] if part_of is None else part_of.hand_over(count)
+        with room.reserve(count, tenant, handed) as permits, self._models.use(adapter) as use:
             job = Job(
                 request_id=request_id,
                 spec=spec,
@@ -385,13 +394,15 @@ class Preparation:
         request: Request,
         size: int,
         tenant: Tenant,
-        room: Room,
+        room: Room | None,
         earlier: bytes = b"",
         resumed: str | None = None,
     ) -> Reading:
         """Read a request, with the stored response or the conversation that it goes on from; `earlier` is the latter as
-        it was when an answer was first asked for, `resumed` the name of the response whose stream goes on."""
-        with room.reserve(1, tenant):
+        it was when an answer was first asked for, `resumed` the name of the response whose stream goes on. Without a
+        `room` the caller has a place already."""
+        place: AbstractContextManager[object] = nullcontext() if room is None else room.reserve(1, tenant)
+        with place:
             reading = await self._reader.read(request, size, tenant.name)
             # Looked up here, and not where requests are read: the names are a tenant's, and change while readers live.
             self._models.adapter(reading.spec.model, tenant)

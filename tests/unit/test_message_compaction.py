@@ -13,6 +13,8 @@ from raydix.engine.api.compaction import BEGIN, END, REQUEST_OF_ALL
 from raydix.engine.api.context_edits import CLEARED
 from raydix.engine.api.spec import CompactionUse
 from raydix.engine.core.errors import RequestError
+from raydix.engine.core.ingress.room import Permit
+from raydix.engine.core.tenants import ANONYMOUS
 from raydix.engine.core.types import FinishReason
 from tests.unit.ingress import ANSWER, Replica, Reply, Served, body_of, call
 from tests.unit.served_app import app
@@ -393,6 +395,38 @@ def test_what_no_compaction_can_be_is_refused_by_name(fields: dict[str, Any], na
 def test_what_cannot_be_gone_on_from_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError, match=named):
         parse_messages(json.dumps({"max_tokens": 5, "messages": CHAT, **fields}).encode())
+
+
+def test_a_request_that_was_let_in_keeps_its_place_behind_its_summary(served: Served) -> None:
+    made = Replica(max_model_len=CONTEXT, max_requests=1)
+    released, taken = made.room.released, list[Permit]()
+
+    def taken_at_once(permit: Permit) -> None:
+        released(permit)
+        if made.dispatcher.begun and not taken:  # another request comes as soon as there is a place behind the summary
+            taken.extend(made.room.acquire(1, ANONYMOUS))
+
+    made.room.released = taken_at_once  # type: ignore[method-assign]
+    assert [block["type"] for block in answered(served, made)["content"]] == ["compaction", "text"]
+    assert len(made.dispatcher.begun) == 2, "the place is free when the answer has ended"
+    [permit] = taken
+    permit.release()
+    assert made.room.num_held == 0
+
+
+def test_a_summary_that_fails_gives_the_place_back(served: Served) -> None:
+    made = replica()
+    made.dispatcher.fails_after = 2
+    assert served(made, post()).status == 529 and made.room.num_held == 0
+
+
+def test_a_request_has_waited_since_its_arrival_when_its_summary_is_there(served: Served) -> None:
+    """The replica's clock goes a second further at each look."""
+    made = replica()
+    answered(served, made)
+    about, own = made.ledger.ended
+    assert about.ttft_s is not None and own.ttft_s is not None
+    assert own.ttft_s > about.duration_s and own.duration_s > own.ttft_s
 
 
 def test_a_line_of_a_batch_begins_anew_too(served: Served) -> None:

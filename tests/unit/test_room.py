@@ -54,6 +54,14 @@ def test_a_permit_that_is_taken_counts_without_a_gap_until_it_is_released(room: 
     assert has_room(room, 3)
 
 
+def test_permits_that_are_handed_over_count_among_those_of_the_new_owner(room: Room) -> None:
+    handed = room.acquire(2, ANYONE)
+    with room.reserve(3, ANYONE, handed) as permits:
+        assert len(permits) == room.num_held == 3
+    with pytest.raises(OverloadedError), room.reserve(4, ANYONE, room.acquire(3, ANYONE)):
+        pass
+
+
 def test_a_permit_is_released_once(room: Room) -> None:
     (permit,) = room.acquire(1, ANYONE)
     permit.release()

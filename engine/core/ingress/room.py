@@ -7,7 +7,7 @@ a burst is refused before it costs anything, and a client may send its next requ
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -99,10 +99,13 @@ class Room:
         return [Permit(tenant.name, self) for _ in range(count)]
 
     @contextmanager
-    def reserve(self, count: int, tenant: Tenant) -> Iterator[list[Permit]]:
-        """Acquire permits, and release those that are left in the list at the end. Errors as `acquire`."""
-        permits = self.acquire(count, tenant)
+    def reserve(self, count: int, tenant: Tenant, handed: Sequence[Permit] = ()) -> Iterator[list[Permit]]:
+        """Acquire permits beside those that an owner has `handed` over, `count` in all, and release those that are left
+        in the list at the end. Errors as `acquire`."""
+        permits = [*handed]
         try:
+            if count > len(permits):
+                permits += self.acquire(count - len(permits), tenant)
             yield permits
         finally:
             for permit in permits:
