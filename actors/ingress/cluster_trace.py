@@ -103,7 +103,8 @@ def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
     lanes: list[list[Span]] = []
     for span in spans:
         for lane in lanes:
-            if lane[-1].started_at + lane[-1].seconds <= span.started_at:
+            # Times of a trace are in microseconds: a wait ends where the step that ended it begins.
+            if lane[-1].started_at + lane[-1].seconds <= span.started_at + 1 / US:
                 lane.append(span)
                 break
         else:

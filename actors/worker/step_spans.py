@@ -27,8 +27,8 @@ def spans_of_step(result: "StepResult") -> Iterator[Span]:
         yield Span(chunk.request.request_id, _name(chunk), began, took, about)
         # The first part: for a free place, and where another worker computed the prompt, for its KV.
         request = chunk.request
-        if chunk.start == request.num_cached_tokens and request.started_at is not None:
-            waited_s = max(0.0, request.started_at - request.submitted_at)
+        if chunk.start == request.num_cached_tokens:
+            waited_s = max(0.0, began - request.submitted_at)
             yield Span(request.request_id, "waiting", request.submitted_at, waited_s, {})
 
 
