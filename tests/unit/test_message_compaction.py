@@ -320,7 +320,8 @@ def test_a_stream_that_can_be_gone_on_with_is_of_the_chat_and_no_summary_alone(s
 
     def ask(**fields: Any) -> Reply:
         body = body_of("messages", messages=CHAT, stream=True, **fields)
-        return served(replica(), lambda: call(app, "POST", MESSAGES, body, headers=headers))
+        reply: Reply = served(replica(), lambda: call(app, "POST", MESSAGES, body, headers=headers))
+        return reply
 
     refused = ask(compaction={"type": "summarize"})
     assert refused.status == 400 and "'Last-Event-ID' is not for an answer" in refused.json["error"]["message"]
