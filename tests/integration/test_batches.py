@@ -23,8 +23,6 @@ from tests.integration.conftest import MODEL, WAIT_S, Server, eventually
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
 NUM_MANY = 200
-NUM_LONG = 60
-"""Lines with long answers: most are left when the first few have been answered."""
 OUTCOMES = ("completed", "failed", "expired", "cancelled")
 
 
@@ -197,10 +195,10 @@ def num_answered(command: subprocess.Popen[bytes] | None, journal: Path) -> int:
 def test_the_command_goes_on_where_it_was_interrupted_and_killed(config: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     journal = output.with_name("out.jsonl.journal")
-    source.write_bytes(many(max_tokens=128, count=NUM_LONG) + line("bad", {"prompt": 7}))
+    source.write_bytes(many(max_tokens=128) + line("bad", {"prompt": 7}))
 
     first = raydix_batch(config, source, output)
-    eventually(lambda: num_answered(first, journal) > 5, "some are answered")
+    eventually(lambda: num_answered(first, journal) > 0, "some are answered")
     first.send_signal(signal.SIGINT)
     _, shown = first.communicate(timeout=WAIT_S)
     assert first.returncode == 130, shown
@@ -208,7 +206,7 @@ def test_the_command_goes_on_where_it_was_interrupted_and_killed(config: Path, t
 
     num_before = num_answered(None, journal)
     second = raydix_batch(config, source, output)
-    eventually(lambda: num_answered(second, journal) > num_before + 5, "more are answered")
+    eventually(lambda: num_answered(second, journal) > num_before, "more are answered")
     second.kill()
     second.communicate(timeout=WAIT_S)
     assert not output.exists()
@@ -216,9 +214,9 @@ def test_the_command_goes_on_where_it_was_interrupted_and_killed(config: Path, t
     third = raydix_batch(config, source, output)
     _, shown = third.communicate(timeout=WAIT_S)
     assert third.returncode == 1, shown
-    assert f"{NUM_LONG} of {NUM_LONG + 1} lines answered".encode() in shown.replace(b"\n", b" ")
+    assert f"{NUM_MANY} of {NUM_MANY + 1} lines answered".encode() in shown.replace(b"\n", b" ")
     ids = [json.loads(each)["custom_id"] for each in output.read_bytes().splitlines()]
-    assert ids == [*map(str, range(NUM_LONG))]
+    assert ids == [*map(str, range(NUM_MANY))]
     [failed] = (tmp_path / "out.errors.jsonl").read_bytes().splitlines()
     assert json.loads(failed)["custom_id"] == "bad"
     assert not journal.exists()
@@ -226,7 +224,7 @@ def test_the_command_goes_on_where_it_was_interrupted_and_killed(config: Path, t
     config.write_text(yaml.safe_dump({"model": {"source": f"{NULL}/nowhere"}}))
     fourth = raydix_batch(config, source, output)
     _, shown = fourth.communicate(timeout=WAIT_S)
-    assert fourth.returncode == 1 and f"{NUM_LONG} of {NUM_LONG + 1} lines answered".encode() in shown, (
+    assert fourth.returncode == 1 and f"{NUM_MANY} of {NUM_MANY + 1} lines answered".encode() in shown, (
         "nothing is left to do, so no model is loaded"
     )
 
