@@ -389,10 +389,7 @@ class GenerationSpec:
     @property
     def is_unresolved(self) -> bool:
         """True while the messages may lack those of the response or conversation to go on from, whose answers would be
-        `continued`. A conversation that may be compacted is not read before either: a summary is asked for in other
-        words."""
-        if self.compaction is not None:
-            return True
+        `continued`."""
         turn = self.turn
         return turn is not None and not turn.is_whole and (turn.previous is not None or turn.conversation is not None)
 

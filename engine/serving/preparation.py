@@ -410,16 +410,15 @@ class Preparation:
                 whole = await self._going_on(reading.spec, tenant, earlier, resumed)
                 # Read a second time, with the earlier turns in it: only the reader knows that a body goes on from one,
                 # and only the manager has it.
-                reading = await self._reader.read(replace(whole, compaction=None), size_of(whole), tenant.name)
-                earlier = b"" if whole.turn is None else whole.turn.earlier
-                reading = replace(reading, earlier=earlier, unread=self._unread(whole, reading))
-        return reading
+                reading = await self._reader.read(whole, size_of(whole), tenant.name)
+                reading = replace(reading, earlier=b"" if whole.turn is None else whole.turn.earlier)
+        return replace(reading, unread=self._unread(reading))
 
-    def _unread(self, whole: GenerationSpec, reading: Reading) -> GenerationSpec | None:
+    def _unread(self, reading: Reading) -> GenerationSpec | None:
         """The request of a reading as the client sent it, with its earlier turns, where it may be compacted."""
-        if whole.compaction is None:
+        whole, read = reading.unread, reading.spec
+        if whole is None or whole.compaction is None:
             return None
-        read = reading.spec
         messages = read.messages if reading.edits is None else reading.edits.original or read.messages
         compaction = whole.compaction.within(self._facts.model.max_model_len)
         return replace(whole, messages=messages, continued=read.continued, turn=read.turn, compaction=compaction)

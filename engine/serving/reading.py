@@ -167,6 +167,9 @@ class Reader:
         # The messages of the response to go on from are elsewhere: the caller adds them, and the request is read again.
         if spec.is_unresolved:
             return Reading(spec)
+        if spec.compaction is not None:
+            # The request goes back as it came, too: a summary of its conversation is asked for in other words.
+            return replace(self.read(replace(spec, compaction=None)), unread=spec)
         if spec.turn is not None and spec.turn.earlier:
             spec = resolved(spec)
         if spec.reasoning.effort is not None:

@@ -162,6 +162,8 @@ class FakeReader(RequestReader):
             spec = parse(*spec)
         if spec.is_unresolved:
             return Reading(spec)
+        if spec.compaction is not None:
+            return replace(await self.read(replace(spec, compaction=None), size, tenant), unread=spec)
         if spec.turn is not None and spec.turn.earlier:
             spec = resolved(spec)
         if spec.given_prompt is not None:

@@ -109,6 +109,19 @@ def test_a_completion_s_prompt_may_have_special_tokens_and_a_chat_s_messages_may
     assert list(forged.token_ids).count(1) == list(plain.token_ids).count(1)
 
 
+def test_a_chat_that_may_be_compacted_is_read_and_refused_in_one_trip() -> None:
+    def body(text: str) -> bytes:
+        edits = {"edits": [{"type": "compact_20260112"}]}
+        messages = [{"role": "user", "content": text}]
+        return json.dumps({"max_tokens": 4, "messages": messages, "context_management": edits}).encode()
+
+    reading = reader().read_body("messages", body("x"))
+    assert reading.chat is not None and reading.spec.compaction is None
+    assert reading.unread is not None and reading.unread.compaction is not None
+    with pytest.raises(ContextLengthError):
+        reader().read_body("messages", body("x " * 2 * CONTEXT))
+
+
 class BeginningTokenizer(Tokenizer):
     """Wants a token before each text."""
 
