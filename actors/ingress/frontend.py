@@ -120,7 +120,7 @@ class Frontend:
             parts.responses,
             parts.preparation,
             parts.tenants,
-            begun_anew=self.compaction.begun_anew,
+            begin_anew=self.compaction.begin_anew,
             renderer=self.renderer,
             events=self.events,
         )
@@ -235,7 +235,7 @@ class Frontend:
         try:
             job = await self.preparation.of_line(route, body, tenant, name)
             if job.begins_anew:
-                job = await self.compaction.begun_anew(job, RequestHeaders(name=name), is_line=True)
+                job = await self.compaction.begin_anew(job, RequestHeaders(name=name), is_line=True)
             with self.accounted(job):
                 async with self.answer_room(job):
                     await self.output.collect(job)

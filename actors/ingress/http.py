@@ -200,8 +200,9 @@ class EventStreamResponse(Response):
     The status line is sent with the first event, so an error before it is an error response, with the same `headers`;
     an error after it is an error event, and then the end. `on_error` is called in both cases. After each `QUIET_S`
     without an event a sign of life is sent, which clients ignore, so that neither clients nor proxies take the
-    connection for dead; `is_paused`: True while that says that the request's session waits for its turn. When the
-    client leaves, `events` is closed. `on_end` is called last, also if the client left before `events` began.
+    connection for dead; `is_paused`: True while that says that the request's session waits for its turn. `wire`: the
+    form of errors and signs of life at this moment. When the client leaves, `events` is closed. `on_end` is called
+    last, also if the client left before `events` began.
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class EventStreamResponse(Response):
         on_error: Callable[[RaydixError], None],
         on_end: Callable[[], None] | None = None,
         *,
-        wire: WireFormat = OPENAI,
+        wire: Callable[[], WireFormat] = lambda: OPENAI,
         headers: Mapping[str, str] | None = None,
         is_paused: Callable[[], bool] | None = None,
     ) -> None:
@@ -250,9 +251,9 @@ class EventStreamResponse(Response):
             self._on_error(error)
             self._is_over = True
             if not self._is_started:
-                await error_response(error, self._wire, self._more_headers)(scope, receive, send)
+                await error_response(error, self._wire(), self._more_headers)(scope, receive, send)
                 return
-            await send({"type": "http.response.body", "body": self._wire.error_event(error), "more_body": True})
+            await send({"type": "http.response.body", "body": self._wire().error_event(error), "more_body": True})
         self._is_over = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -278,7 +279,7 @@ class EventStreamResponse(Response):
                 self._sent_at = time.monotonic()
             elif time.monotonic() >= self._sent_at + QUIET_S:
                 is_paused = self._is_paused is not None and self._is_paused()
-                await self._send(send, PAUSED if is_paused else self._wire.waiting)
+                await self._send(send, PAUSED if is_paused else self._wire().waiting)
 
 
 class HeadAsGet:

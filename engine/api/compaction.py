@@ -49,8 +49,8 @@ class Summary:
     usage: TokenUsage
     marks: tuple[tuple[PromptMark, int], ...] = ()
     """Marks of its prompt, each with the tokens before it."""
-    is_all: bool = False
-    """The summary is the whole answer."""
+    ends_answer: bool = False
+    """The answer ends behind the summary."""
 
 
 def asking(spec: GenerationSpec, use: CompactionUse, *, leaves_question: bool = False) -> GenerationSpec:

@@ -107,8 +107,8 @@ class CompactionUse:
     """What the user has said stays word by word beside the summary; false: the question at the end alone does."""
     instructions: str | None = None
     """Asks for the summary; None: the words of raydix do."""
-    is_all: bool = False
-    """The summary is the whole answer."""
+    ends_answer: bool = False
+    """The answer ends behind the summary."""
 
     def within(self, max_model_len: int) -> "CompactionUse":
         """Settle the threshold of a request that names none, for a context of `max_model_len` tokens."""

@@ -113,13 +113,13 @@ def _context_of(job: Job, rendering: Rendering) -> AnswerContext:
         return render(piece.token_ids, piece.logprobs)
 
     return AnswerContext(
-        job.head,
-        job.spec,
-        rendering.bytes_of,
-        job.marked_tokens,
-        None if job.diagnosis is None else job.diagnosis.cache_miss,
-        job.edits,
-        job.summary,
+        head=job.head,
+        spec=job.spec,
+        token_bytes=rendering.bytes_of,
+        marked_tokens=job.marked_tokens,
+        diagnosis=None if job.diagnosis is None else job.diagnosis.cache_miss,
+        edits=job.edits,
+        summary=job.summary,
         num_had_events=job.num_had_events,
         logprobs=None if render is None else logprobs,
         message=job.answers[0].message,

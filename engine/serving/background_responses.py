@@ -87,22 +87,22 @@ class _Running:
 
 
 class BackgroundResponses:
-    """The responses in the background that one replica generates. `begun_anew`, `renderer` and `events` run a job
-    (`Compaction.begun_anew`, `Frontend.renderer`, `Frontend.events`)."""
+    """The responses in the background that one replica generates. `begin_anew`, `renderer` and `events` run a job
+    (`Compaction.begin_anew`, `Frontend.renderer`, `Frontend.events`)."""
 
     def __init__(
         self,
         responses: StoredResponses,
         preparation: Preparation,
         tenants: Tenants,
-        begun_anew: Callable[[Job], Awaitable[Job]],
+        begin_anew: Callable[[Job], Awaitable[Job]],
         renderer: Callable[[Job], Renderer],
         events: Callable[[Job, Renderer], AsyncGenerator[bytes]],
     ) -> None:
         self._responses = responses
         self._preparation = preparation
         self._tenants = tenants
-        self._begun_anew = begun_anew
+        self._begin_anew = begin_anew
         self._renderer = renderer
         self._events = events
         self._background = Background()
@@ -173,7 +173,7 @@ class BackgroundResponses:
         wire: WireFormat | None = None
         try:
             if job.begins_anew:
-                job = await self._begun_anew(job)
+                job = await self._begin_anew(job)
             job.claim = claim  # by which the whole answer takes the place of the response under way
             renderer = self._renderer(job)
             wire = renderer.wire

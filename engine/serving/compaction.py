@@ -48,20 +48,21 @@ class Compaction:
         self._prepare = prepare
         self._background = Background()
 
-    async def begun_anew(self, job: Job, headers: RequestHeaders = NO_HEADERS, *, is_line: bool = False) -> Job:
-        """The job of a request whose conversation begins anew: one behind a summary, or one of the conversation as it
-        is where the model has written no summary. The caller closes it; the job that was given is closed here, and its
-        place in the room goes to the summary and then to the new job. `is_line`: the request is a line of a batch.
+    async def begin_anew(self, job: Job, headers: RequestHeaders = NO_HEADERS, *, is_line: bool = False) -> Job:
+        """Have the conversation of a request summarised, and return the job that goes on: one behind the summary, or
+        one of the conversation as it is where the model has written no summary. The new job has the request's id, and
+        the caller closes it; the job that was given is closed here, and its place in the room goes to the summary and
+        then to the new job. `is_line`: the request is a line of a batch.
 
         Raises:
             RequestError: there is no room for a summary in the context.
             ServiceError: the summary failed.
         """
         with closing(job):
-            return await self._behind_summary(job, headers, is_line=is_line)
+            return await self._begin_anew(job, headers, is_line=is_line)
 
-    async def _behind_summary(self, job: Job, headers: RequestHeaders, *, is_line: bool) -> Job:
-        """The job of `begun_anew`; leaves the given one open."""
+    async def _begin_anew(self, job: Job, headers: RequestHeaders, *, is_line: bool) -> Job:
+        """As `begin_anew`, but leaves the given job open."""
         unread, seen = job.unread, job.conversation
         assert unread is not None and unread.compaction is not None
         use = unread.compaction
@@ -84,14 +85,18 @@ class Compaction:
             spec = compacted(unread, text)
         # Without a summary there is nothing to pause for, and a client that goes on as long as an answer pauses would
         # never get another. A summary that was asked for alone is the whole answer in any case.
-        is_all = use.is_all and (text is not None or use.threshold == 0)
-        if is_all:
+        ends_answer = use.ends_answer and (text is not None or use.threshold == 0)
+        if ends_answer:
             # No token is generated, but the prompt is computed that the client's next request begins with.
             spec = replace(spec, max_tokens=0, sampling=replace(spec.sampling, min_tokens=0))
         origin = None if job.run is None else job.run.origin  # a response in the background has an id already
-        anew = await self._preparation.of_spec(spec, job.tenant, headers, origin=origin, is_line=is_line, part_of=job)
+        # The client may have been told the id of its request already, as a stream begins before the summary is there.
+        named = replace(headers, name=job.request_id)
+        anew = await self._preparation.of_spec(spec, job.tenant, named, origin=origin, is_line=is_line, part_of=job)
         marks = tuple(zip(about.spec.retention.marks, about.marked_tokens, strict=True))
-        anew.summary = Summary(name_in(about.head.id), text, about.usage(), marks, is_all)
+        anew.summary = Summary(
+            unique=name_in(about.head.id), text=text, usage=about.usage(), marks=marks, ends_answer=ends_answer
+        )
         return anew
 
     async def of_body(self, body: bytes, tenant: Tenant, headers: RequestHeaders = NO_HEADERS) -> Job:

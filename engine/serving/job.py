@@ -163,6 +163,8 @@ class Job:
     """Tokens of the prompt before each of the request's marks."""
     unread: GenerationSpec | None = None
     """The request before it was read, where its conversation may be compacted."""
+    begins_anew: bool = False
+    """A summary is to take the place of the conversation before it is answered."""
     diagnosis: Diagnosis | None = None
     """The prompt beside an earlier one, if the request asks why it was not hit."""
     edits: ContextEdits | None = None
@@ -193,9 +195,8 @@ class Job:
         assert self.unread is not None
         return replace(self.unread, messages=self.spec.messages, edits=None)
 
-    @property
-    def begins_anew(self) -> bool:
-        """True if a summary is to take the place of the conversation before it is answered."""
+    def is_to_begin_anew(self) -> bool:
+        """True if a summary is to take the place of the conversation, by the request's wish and its prompt's length."""
         # A stream that can be gone on with needs the same prompt again, and a second summary would have other words.
         if self.unread is None or self.event_ids is not None:
             return False

@@ -256,7 +256,17 @@ class Preparation:
                         _hand_out([permits.pop()], answers)
                         head = self._head(spec, origin, adapter)
                         name = f"{own}-{number}"
-                        jobs.append(Job(name, spec, tenant, head, answers, arrived_at, adapter_use=use))
+                        jobs.append(
+                            Job(
+                                request_id=name,
+                                spec=spec,
+                                tenant=tenant,
+                                head=head,
+                                answers=answers,
+                                arrived_at=arrived_at,
+                                adapter_use=use,
+                            )
+                        )
             except BaseException:
                 for job in jobs:
                     job.close()
@@ -358,10 +368,18 @@ class Preparation:
                 start.give_ids(job, origin)
             if spec.turn is not None and spec.turn.in_background:
                 if isinstance(request, tuple):
-                    job.run = Run(request[1], headers.session, spec.form.stream, origin, reading.earlier)
+                    job.run = Run(
+                        body=request[1],
+                        session=headers.session,
+                        streams=spec.form.stream,
+                        origin=origin,
+                        earlier=reading.earlier,
+                    )
                 # A stream that is read again has the same events, with the same numbers.
                 for answer in job.answers:
                     answer.is_by_token = True
+            # Decided once: each look at a conversation takes time in proportion to its length.
+            job.begins_anew = job.is_to_begin_anew()
             # Nobody looks for the prompt of a line, nor of a conversation that begins anew before it is answered.
             self._record(job, reading.parts, is_kept=not (is_line or job.begins_anew))
             _hand_out(permits, job.answers)

@@ -228,6 +228,8 @@ class FakeDispatcher(Dispatcher):
     """Number of tokens after which a generation fails."""
     hangs_after: int | None = None
     """Number of tokens after which nothing more comes."""
+    may_begin: asyncio.Event | None = None
+    """Generations wait for it."""
     ends_at: int | None = None
     """Token that ends an answer beside the last one."""
     listed: TokenLogprobs | None = None
@@ -261,6 +263,8 @@ class FakeDispatcher(Dispatcher):
         self.begun.append(generation)
         if self.error is not None:
             raise self.error
+        if self.may_begin is not None:
+            await self.may_begin.wait()
         draws = self.draws and generation.sampling.temperature > 0
         answer = f"{generation.sampling.seed % 1000:03} {self.answer}" if draws else self.answer
         batch: list[TokenEvent] = []
@@ -532,7 +536,7 @@ class Replica:
     async def job(self, route: Any = "completion", **fields: Any) -> Any:
         """The job of a body with these fields."""
         job = await self.frontend.preparation.of_body(route, body_of(route, **fields), EVERYONE)
-        return await self.frontend.compaction.begun_anew(job) if job.begins_anew else job
+        return await self.frontend.compaction.begin_anew(job) if job.begins_anew else job
 
     async def closed_job(self, route: Any = "completion", **fields: Any) -> Any:
         """As `job`, for a look at the job without running it."""

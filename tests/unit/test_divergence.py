@@ -526,7 +526,7 @@ def test_prompts_that_nobody_looks_for_are_not_recorded() -> None:
         body = body_of("responses", input=said, context_management=rule)
         job = await made.frontend.preparation.of_body("responses", body, Tenant("a"))
         assert job.begins_anew and await ignored(job.head.id) is None
-        anew = await made.frontend.compaction.begun_anew(job)
+        anew = await made.frontend.compaction.begin_anew(job)
         anew.close()
         assert await ignored(anew.head.id) is not None
 

@@ -1,5 +1,6 @@
 """Chats that begin anew with a summary, at Anthropic's Messages API."""
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 from anthropic.types.beta import BetaMessage, BetaRawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from raydix.actors.ingress import http
+from raydix.engine.api.anthropic.errors import ANTHROPIC
 from raydix.engine.api.anthropic.requests import parse_messages
 from raydix.engine.api.compaction import BEGIN, END, REQUEST_OF_ALL
 from raydix.engine.api.context_edits import CLEARED
@@ -119,6 +122,46 @@ def test_a_stream_has_the_summary_before_the_answer(served: Served) -> None:
     assert {event["index"] for event in others if "index" in event} == {1}
     assert "".join(event["delta"]["text"] for event in others if event["type"] == "content_block_delta") == ANSWER
     assert [each["type"] for each in others[-2]["usage"]["iterations"]] == ["compaction", "message"]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["made", "failed"])
+def test_a_stream_has_signs_of_life_while_its_summary_is_made(
+    served: Served, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(http, "QUIET_S", 0.01)
+    made, commented = replica(), asyncio.Event()
+    made.dispatcher.may_begin, made.dispatcher.fails_after = commented, 2 if fails else None
+
+    def look(reply: Reply) -> bool:
+        if ANTHROPIC.waiting in reply.body:
+            commented.set()
+        return False
+
+    body = body_of("messages", messages=CHAT, context_management=managed(), stream=True)
+    reply = served(made, lambda: call(app, "POST", MESSAGES, body, leaves_at=look))
+    assert reply.status == 200 and reply.body.startswith(ANTHROPIC.waiting)
+    events = [event for event in events_of(reply.body) if event["type"] != "ping"]
+    if fails:
+        assert [event["type"] for event in events] == ["error"] and len(made.dispatcher.begun) == 1
+    else:
+        assert events[1]["content_block"]["type"] == "compaction" and events[-1]["type"] == "message_stop"
+        name = reply.headers["request-id"].removeprefix("req_")
+        assert events[0]["message"]["id"] == f"msg_{name}", "the header came before the summary"
+    assert made.room.num_held == 0
+
+
+def test_a_client_that_leaves_a_stream_ends_its_summary(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "QUIET_S", 0.01)
+    made = replica()
+    made.dispatcher.hangs_after = 2
+
+    def leaves(reply: Reply) -> bool:
+        return bool(reply.body and made.dispatcher.begun)
+
+    body = body_of("messages", messages=CHAT, context_management=managed(), stream=True)
+    served(made, lambda: call(app, "POST", MESSAGES, body, leaves_at=leaves))
+    assert len(made.dispatcher.begun) == len(made.dispatcher.ended) == 1
+    assert made.room.num_held == 0
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -1,8 +1,8 @@
 """Routes of answers, of what is kept of them, of the model and of the cache."""
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from importlib.metadata import version
 from types import MappingProxyType
 
@@ -10,6 +10,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from raydix.actors.ingress.frontend import Frontend
 from raydix.actors.ingress.http import (
     EventStreamResponse,
     SlicedResponse,
@@ -95,7 +96,7 @@ async def response(request: Request, response_id: str) -> Response:
     # A client that leaves ends the reading of the stream; the response goes on in the background.
     job = await while_connected(request, frontend.background.repeated(stored, request.state.tenant, num_had))
     renderer = frontend.renderer(job)
-    return EventStreamResponse(frontend.events(job, renderer), refusing(request), job.close, wire=renderer.wire)
+    return EventStreamResponse(frontend.events(job, renderer), refusing(request), job.close, wire=lambda: renderer.wire)
 
 
 async def input_items(request: Request, response_id: str) -> Response:
@@ -167,29 +168,56 @@ async def _stored(request: Request, response_id: str, query: StoredQuery) -> Sto
 
 async def answer(request: Request) -> Response:
     """Have the model answer a body, as a whole or as server-sent events."""
-    here, route = replica(request), route_of(request)
-    job = await _prepare(request, route)
+    here, route, headers = replica(request), route_of(request), _headers(request)
+    body = await here.body_of(request)
+    job = await here.frontend.preparation.of_body(route.name, body, request.state.tenant, headers)
     request.state.request_id = job.request_id
     own = request_id_header(request) if route.wire is ANTHROPIC else {}
     request.state.jobs = [job]
     work_for(job.request_id)
     if job.spec.turn is not None and job.spec.turn.in_background:
         return await _in_background(request, job)
-    renderer = here.frontend.renderer(job)
     if job.spec.form.stream:
         # Nothing is awaited between this return and the call of the response, which closes the job.
-        events = here.frontend.events(job, renderer)
-        headers = ignored_header(job.spec.ignored) | own
+        stream = _Stream(request, here.frontend, headers, job)
         return EventStreamResponse(
-            events,
+            stream.events(),
             refusing(request),
-            job.close,
-            wire=renderer.wire,
-            headers=headers,
-            is_paused=lambda: job.is_paused,
+            stream.close,
+            wire=lambda: stream.renderer.wire,
+            headers=ignored_header(job.spec.ignored) | own,
+            is_paused=lambda: stream.job.is_paused,
         )
+    if job.begins_anew:
+        job = await _begun_anew(request, job, headers)
+        request.state.jobs = [job]
+    return await _whole(request, [job], here.frontend.renderer(job).body, own)
 
-    return await _whole(request, [job], renderer.body, own)
+
+class _Stream:
+    """A job's stream, behind a summary that of the job that goes on: while the summary is made, the client gets signs
+    of life as in any other wait."""
+
+    def __init__(self, request: Request, frontend: Frontend, headers: RequestHeaders, job: Job) -> None:
+        self._request = request
+        self._frontend = frontend
+        self._headers = headers
+        self.job = job
+        self.renderer = frontend.renderer(job)
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Run the job; yields the server-sent events. Errors as `Frontend.events`, and `Compaction.begin_anew`."""
+        if self.job.begins_anew:
+            self.job = await self._frontend.compaction.begin_anew(self.job, self._headers)
+            self.renderer = self._frontend.renderer(self.job)
+            self._request.state.jobs = [self.job]
+        async with aclosing(self._frontend.events(self.job, self.renderer)) as events:
+            async for data in events:
+                yield data
+
+    def close(self) -> None:
+        """Release what a job holds that never ran."""
+        self.job.close()
 
 
 async def _in_background(request: Request, job: Job) -> Response:
@@ -235,18 +263,12 @@ def _headers(request: Request) -> RequestHeaders:
     )
 
 
-async def _prepare(request: Request, route: Route) -> Job:
-    """Read an HTTP body and return the job of the request in it, which the caller closes."""
-    here, headers = replica(request), _headers(request)
-    body = await here.body_of(request)
-    job = await here.frontend.preparation.of_body(route.name, body, request.state.tenant, headers)
-    if not job.begins_anew or (job.spec.turn is not None and job.spec.turn.in_background):
-        return job
-
+async def _begun_anew(request: Request, job: Job, headers: RequestHeaders) -> Job:
+    """The job behind a summary (`Compaction.begin_anew`), unless the client leaves first."""
     jobs = [job]
 
     async def begin() -> None:
-        jobs.append(await here.frontend.compaction.begun_anew(job, headers))
+        jobs.append(await replica(request).frontend.compaction.begin_anew(job, headers))
 
     try:
         await while_connected(request, begin())

@@ -67,7 +67,7 @@ class MessageWriter:
             # Reasoning is not among the parts, and stands before all of them.
             content.insert(0, _thinking(choice.message.reasoning))
         if (summary := self._context.summary) is not None:
-            content = [_compaction(summary.text), *(() if summary.is_all else content)]
+            content = [_compaction(summary.text), *(() if summary.ends_answer else content)]
         yield orjson.dumps(self._message(content, self._stop(choice, usage), usage) | self._managed())
 
     def first(self, usage: TokenUsage) -> bytes:
@@ -142,7 +142,7 @@ class MessageWriter:
 
     def _stop(self, choice: Choice, usage: TokenUsage) -> Json:
         """The reason of the message's end. A stop token that was asked for by its id ends the turn."""
-        if self._context.summary is not None and self._context.summary.is_all:
+        if self._context.summary is not None and self._context.summary.ends_answer:
             return {"stop_reason": "compaction", "stop_sequence": None}
         if isinstance(choice.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
@@ -180,7 +180,7 @@ class MessageWriter:
         if summary is None:
             return _tokens(usage, marks)
         about = {"type": "compaction", **_tokens(summary.usage, summary.marks)}
-        if summary.is_all:
+        if summary.ends_answer:
             return {**_tokens(TokenUsage(0, 0), ()), "iterations": [about]}
         own = _tokens(usage, marks)
         return {**own, "iterations": [about, {"type": "message", **own}]}

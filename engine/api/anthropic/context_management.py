@@ -92,7 +92,7 @@ class ContextEdit(LenientModel):
         if self.type != COMPACT:
             return None
         threshold = None if self.trigger is None else self.trigger.value
-        return compaction_use(threshold, self.instructions, is_all=bool(self.pause_after_compaction))
+        return compaction_use(threshold, self.instructions, ends_answer=bool(self.pause_after_compaction))
 
     def normal(self) -> Edit | None:
         """The edit in normal form; None for one of another type."""
@@ -166,13 +166,13 @@ class WholeCompaction(LenientModel):
 
     def normal(self) -> CompactionUse:
         """The compaction in normal form."""
-        return compaction_use(0, self.instructions, is_all=True)
+        return compaction_use(0, self.instructions, ends_answer=True)
 
 
-def compaction_use(threshold: int | None, instructions: str | None, *, is_all: bool) -> CompactionUse:
+def compaction_use(threshold: int | None, instructions: str | None, *, ends_answer: bool) -> CompactionUse:
     """A compaction as Anthropic has it: of all but the system's messages. White space asks for nothing."""
     asked = instructions if instructions and not instructions.isspace() else None
-    return CompactionUse(threshold, keeps_words=False, instructions=asked, is_all=is_all)
+    return CompactionUse(threshold, keeps_words=False, instructions=asked, ends_answer=ends_answer)
 
 
 def edits_json(edits: ContextEdits) -> Json:

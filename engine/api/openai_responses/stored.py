@@ -79,7 +79,13 @@ class StoredResponse:
             place += size
         items, messages, answer, body, earlier = parts
         if run is not None:
-            run = Run(body, run["session"], run["streams"], Origin(**run["origin"]), earlier)
+            run = Run(
+                body=body,
+                session=run["session"],
+                streams=run["streams"],
+                origin=Origin(**run["origin"]),
+                earlier=earlier,
+            )
         # What is left behind all sized parts is the response: the largest part, which is copied here and nowhere else.
         return cls(data[place:], items=items, messages=messages, answer=answer, run=run, **fields)
 
