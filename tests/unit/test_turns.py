@@ -1,5 +1,6 @@
 """Turns of sessions: who goes on and who pauses while not all of them fit."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,7 +46,7 @@ class Scene:
         assert self.turns.num_placed == places
         return answers
 
-    def end(self, name: str, now: float, stop: FinishReason = FinishReason.TOOL_CALLS) -> None:
+    def end(self, name: str, now: float, stop: FinishReason | None = FinishReason.TOOL_CALLS) -> None:
         session = self.sessions[name]
         session.running.clear()
         session.used_at, session.last_stop = now, stop
@@ -89,10 +90,11 @@ def test_an_idle_worker_takes_the_next_session_in_place_of_the_longest_idle_one(
     assert scene.sessions["d"].num_pauses == 1 and scene.sessions["d"].paused_s > 0
 
 
-def test_the_end_of_a_turn_frees_the_place_at_once() -> None:
+@pytest.mark.parametrize("stop", [FinishReason.STOP, None], ids=["ended", "the client left"])
+def test_the_end_of_a_turn_frees_the_place_at_once(stop: FinishReason | None) -> None:
     scene = Scene()
     scene.full()
-    scene.end("b", 2.0, FinishReason.STOP)
+    scene.end("b", 2.0, stop)
     assert scene.ask("d", 2.1, idle=True) is None
 
 

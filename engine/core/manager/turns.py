@@ -31,8 +31,8 @@ from raydix.engine.core.types import FinishReason, Paused
 FILL = 0.95
 """Share of a pool for places: the rest is for requests of no session, and for answers."""
 PATIENCE_S = 20.0
-"""A session that has been idle for less keeps its place, unless its last answer ended a turn: tools mostly take a few
-seconds, and people minutes."""
+"""A session that has been idle for less keeps its place, unless its last answer ended a turn or its client left: tools
+mostly take a few seconds, and people minutes."""
 SILENT_S = 10.0
 """A paused session that has not asked for so long has left together with its ingress replica. Longer than a manager or
 a replica may stand still: a session whose pause is forgotten begins another one behind all others."""
@@ -319,9 +319,10 @@ class Turns:
                 break
             if place.worker != worker or place is but or session.running:
                 continue
-            # An answer that stopped by itself ends a turn of the conversation: a person reads now, where a call would
-            # be back soon.
-            if session.last_stop is FinishReason.STOP or now - session.used_at >= patience_s:
+            # An answer that stopped by itself ends a turn of the conversation, and so does a client that leaves before
+            # the end: a person reads or thinks now, where a call would be back soon.
+            has_ended = session.last_stop in (FinishReason.STOP, None)
+            if has_ended or now - session.used_at >= patience_s:
                 freed += place.size
                 leaving.append(number)
         return leaving if freed >= num_blocks else None
