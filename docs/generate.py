@@ -168,19 +168,25 @@ def _fields(schema: Schema) -> Iterable[tuple[str, Schema]]:
 def _field_table(root: Schema, schema: Schema, prefix: str) -> str:
     required = schema.get("required", ())
     return _table(
-        ("key", "type", "default", "bounds", "", "a change"),
+        ("key", "", "a change"),
         (
             (
                 f"`{name}`",
-                type_of(root, field),
-                "required" if name in required else default(field),
-                bounds(root, field),
-                field.get("description", ""),
+                _meaning(root, field, "required" if name in required else default(field)),
                 KEYS[f"{prefix}{name}"],
             )
             for name, field in _fields(schema)
         ),
     )
+
+
+def _meaning(root: Schema, field: Schema, unless_given: str) -> str:
+    """What a key or a field means, and on a line below its type, bounds, and default or that it is required: one cell,
+    so that the table fits on a narrow screen."""
+    if unless_given and unless_given != "required":
+        unless_given = f"default {unless_given}"
+    taken = ", ".join(filter(None, (type_of(root, field), bounds(root, field))))
+    return "<br>".join(filter(None, (field.get("description"), "; ".join(filter(None, (taken, unless_given))))))
 
 
 # HTTP
@@ -299,15 +305,12 @@ def _model_table(model: type[BaseModel], without: Sequence[type[BaseModel]]) -> 
     rows = [
         (
             f"`{name}`",
-            type_of(schema, field := schema["properties"][name]),
-            "required" if name in schema.get("required", ()) else "",
-            bounds(schema, field),
-            field.get("description", ""),
+            _meaning(schema, schema["properties"][name], "required" * (name in schema.get("required", ()))),
         )
         for name in own
         if name not in harmless and name not in ignored
     ]
-    parts = [_table(("field", "type", "", "bounds", ""), rows)]
+    parts = [_table(("field", ""), rows)]
     if harmless:
         refused = ", ".join(
             f"`{name}`" + (f" (but {', '.join(f'`{json.dumps(value)}`' for value in values)})" if values else "")

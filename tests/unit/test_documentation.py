@@ -1,15 +1,20 @@
-"""What the documents say by hand holds: the table of logged events, relative links, and the length of the first two.
+"""What the documents say by hand holds: the table of logged events, relative links, commands, and the length of the
+first two and of lines of code.
 
 Configuration, HTTP API, metrics and command line are generated from the code (`docs/generate.py`) and need no test.
 """
 
+import argparse
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from raydix.cli.main import parser
 
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "docs/guides/logs.md"
@@ -22,6 +27,21 @@ def table(document: Path, heading: str) -> list[str]:
     """Names in the first column of the table whose heading begins so."""
     [rows] = re.findall(rf"^\| {re.escape(heading)}.*\|\n\|[-|]+\|\n((?:\|.*\n)+)", document.read_text(), re.M)
     return [name for row in rows.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+
+
+def code_in(document: Path) -> list[str]:
+    """The lines of all blocks of code."""
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```$", document.read_text(), re.M | re.S)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def words_of(line: str) -> list[str]:
+    """A command's words, up to its comment and to the next command."""
+    command = re.split(r"\s#|\s\(default|[|;&<>]|\s\\$", line.strip().removeprefix("$ "))[0]
+    try:
+        return shlex.split(command)
+    except ValueError:  # its quotes end on another line
+        return command.split()
 
 
 def events_in(path: Path) -> Iterator[str]:
@@ -109,3 +129,56 @@ def test_every_document_names_files_that_exist() -> None:
     pattern = re.compile(rf"`((?:{folders})/[\w/.*-]+)`")
     named = {(document, name) for document in DOCUMENTS for name in pattern.findall(document.read_text())}
     assert [(str(document), name) for document, name in sorted(named) if not any(ROOT.glob(name))] == []
+
+
+MOST_LETTERS = 120
+"""What a line of code has room for on the site at 1,280 px (`docs/site.css`)."""
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_line_of_code_is_cut_off(document: Path) -> None:
+    assert [line for line in code_in(document) if len(line) > MOST_LETTERS] == []
+
+
+def commands_of(program: str) -> list[tuple[str, list[str]]]:
+    """The commands of a program in the documents: where, and the words behind the program's name."""
+    found = []
+    for document in DOCUMENTS:
+        for line in code_in(document):
+            words = words_of(line)
+            start = words[: len(program.split())]
+            if start and start[0].endswith("/raydix"):
+                start[0] = "raydix"
+            if start == program.split():
+                found.append((f"{document.relative_to(ROOT)}: {line}", words[len(start) :]))
+    return found
+
+
+def test_commands_of_raydix_are_known_with_their_options() -> None:
+    raydix = parser()
+    [choices] = [action.choices for action in raydix._actions if isinstance(action, argparse._SubParsersAction)]
+    commands = commands_of("raydix")
+    assert len(commands) > 20
+    for place, (name, *words) in commands:
+        assert name in choices, place
+        options = {word.partition("=")[0] for word in words if re.match("--[a-z]", word)}
+        assert options <= {*choices[name]._option_string_actions}, place
+
+
+def test_benchmarks_are_there_with_their_options() -> None:
+    common = (ROOT / "benchmarks/command.py").read_text()
+    commands = [(place, words) for place, words in commands_of("python -m") if words[0].startswith("benchmarks.")]
+    assert len(commands) > 20
+    for place, (module, *words) in commands:
+        text = (ROOT / f"{module.replace('.', '/')}.py").read_text() + common
+        options = [word for word in words if word.startswith("--")]
+        assert [option for option in options if f'"{option}"' not in text] == [], place
+
+
+def test_targets_of_make_are_there() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    commands = commands_of("make")
+    assert len(commands) > 20
+    for place, words in commands:
+        named = [word for word in words if "=" not in word]
+        assert all(name in targets or re.fullmatch("test-clients-.*", name) for name in named), place

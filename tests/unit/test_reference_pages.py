@@ -27,7 +27,7 @@ def test_every_key_of_the_configuration_has_a_line(written: dict[str, str]) -> N
     assert keys - names(page) == {*WorkersSection.model_fields}
     pools = {f"workers.{pool}" for pool in WorkersSection.model_fields}
     assert pools | {*Config.model_fields} <= names(page)
-    row = "| `block_size` | integer | `16` | ≥ 8, ≤ 128 | Token positions per KV block. | restarts everything |"
+    row = "| `block_size` | Token positions per KV block.<br>integer, ≥ 8, ≤ 128; default `16` | restarts everything |"
     assert row in page
     assert re.search(r"^\| `token_budget` .*\| applies in place \|$", page, re.M)
 
