@@ -378,7 +378,7 @@ class GenerationSpec:
     @property
     def prompt_param(self) -> str:
         """Name of the request's field with the prompt, for error messages."""
-        if self.turn is not None or self.embedding is not None:
+        if self.turn is not None or (self.embedding is not None and self.kind != "chat"):
             return "input"
         if self.scoring is not None:
             return "items"

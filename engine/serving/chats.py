@@ -93,7 +93,12 @@ class Chats:
         goes_on_by_ids = spec.retention.store or (spec.turn is not None and spec.turn.is_stored)
         # Only then is the text of this answer likely to stand behind this prompt again, in the next turn.
         is_plain = spec.chat_end is ChatEnd.ANSWER and not (
-            goes_on_by_ids or spec.continued or spec.given_prompt or spec.truncation or spec.template.source
+            goes_on_by_ids
+            or spec.continued
+            or spec.given_prompt
+            or spec.truncation
+            or spec.template.source
+            or spec.embedding
         )
         original = spec.messages if reading.edits is None else reading.edits.original or spec.messages
         return Chat(

@@ -9,6 +9,7 @@ import pytest
 from raydix.engine.api.embeddings import EmbedRequest, as_embed_request, parse_embeddings
 from raydix.engine.api.responses import response_id
 from raydix.engine.api.spec import EmbeddingUse, GenerationSpec, ServiceSpec, Truncation
+from raydix.engine.core.answers.prompt_form import ChatEnd
 from raydix.engine.core.errors import RequestError
 
 
@@ -76,6 +77,45 @@ def test_values_that_change_nothing(fields: dict[str, Any]) -> None:
     assert parsed(**fields) == parsed()
 
 
+CHAT = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({}, ChatEnd.CLOSED),
+        ({"add_generation_prompt": True}, ChatEnd.ANSWER),
+        ({"continue_final_message": True}, ChatEnd.OPEN),
+        ({"add_special_tokens": False, "input": None}, ChatEnd.CLOSED),
+    ],
+    ids=str,
+)
+def test_a_chat(fields: dict[str, Any], end: ChatEnd) -> None:
+    spec = parse_embeddings(orjson.dumps({"messages": CHAT, "encoding_format": "base64", **fields}))
+    assert (spec.kind, spec.chat_end, spec.max_tokens) == ("chat", end, 0)
+    assert spec.embedding == EmbeddingUse("base64")
+    assert [message["role"] for message in spec.messages] == ["system", "user"]
+    assert spec.prompt_param == "messages" and response_id(spec, "r") == "embd-r"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": "a"}, "messages"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "a", "token_ids": [1]}]}, "messages[0].token_ids"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ],
+    ids=str,
+)
+def test_chats_that_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        parse_embeddings(orjson.dumps({"messages": CHAT, **fields}))
+    assert raised.value.param is not None and raised.value.param.startswith(param)
+
+
 def test_a_field_without_effect_is_named() -> None:
     assert parsed(metadata={"a": 1}) == replace(parsed(), ignored=("metadata",))
 
@@ -95,6 +135,10 @@ def test_a_field_without_effect_is_named() -> None:
         ({"embed_dtype": "float16"}, "embed_dtype"),
         ({"endianness": "big"}, "endianness"),
         ({"messages": [{"role": "user", "content": "a"}]}, "messages"),
+        ({"add_generation_prompt": True}, "add_generation_prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ({"normalize": True, "use_activation": False}, "normalize"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"temperature": 0}, "temperature"),

@@ -47,6 +47,19 @@ def test_a_vector_for_each_input(served: Served) -> None:
     assert replica.room.num_held == 0
 
 
+def test_the_vector_of_a_chat_is_that_of_its_prompt(served: Served) -> None:
+    replica = Replica()
+    chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+    reply = served(replica, post(input=None, messages=chat, add_generation_prompt=True))
+    assert reply.status == 200, reply.body
+    [generation] = replica.dispatcher.begun
+    assert "hello" in bytes(generation.prompt).decode()
+    assert (generation.sampling.pooling, generation.sampling.max_tokens) == (Pooling.MEAN, 0)
+    text = served(Replica(), post(input=list(generation.prompt)))
+    assert [each["embedding"] for each in reply.json["data"]] == [each["embedding"] for each in text.json["data"]]
+    assert not replica.dispatcher.prepared and replica.room.num_held == 0
+
+
 def test_priority_tenant_and_session_travel_on(served: Served) -> None:
     replica = Replica()
     served(replica, post(priority=3, user="u", cache_salt="s"))
