@@ -484,6 +484,21 @@ class LoggingSection(Section):
     )
 
 
+class ObservabilitySection(Section):
+    """What is sent to other programs about requests."""
+
+    otlp_endpoint: Annotated[str | None, Effect.INGRESS] = Field(
+        default=None,
+        pattern=r"^https?://[^/?#\s]+[^?#\s]*$",
+        description="Collector that spans of requests are sent to by OTLP, such as http://127.0.0.1:4318; by default "
+        "that of the variable OTEL_EXPORTER_OTLP_ENDPOINT, and without one nothing is sent. Needs raydix[otel].",
+    )
+    otlp_protocol: Annotated[Literal["http/protobuf", "grpc"] | None, Effect.INGRESS] = Field(
+        default=None,
+        description="Way to the collector; by default that of OTEL_EXPORTER_OTLP_PROTOCOL, else http/protobuf.",
+    )
+
+
 class Config(Section):
     """All of raydix's configuration."""
 
@@ -501,6 +516,9 @@ class Config(Section):
     http: HttpSection = Field(default_factory=HttpSection, description="Listening address.")
     batches: BatchesSection = Field(default_factory=BatchesSection, description="Files and batches.")
     logging: LoggingSection = Field(default_factory=LoggingSection, description="Log files.")
+    observability: ObservabilitySection = Field(
+        default_factory=ObservabilitySection, description="Spans of requests for a collector."
+    )
     tenants: Annotated[tuple[TenantSection, ...], Effect.IN_PLACE] = Field(
         default=(), description="Tenants that may send requests; without any, everyone may, without a key."
     )

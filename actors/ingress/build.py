@@ -16,6 +16,7 @@ from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.frontend import Frontend, FrontendParts, ReplicaLimits
 from raydix.actors.ingress.manager_link import ManagerAnswers, ManagerLink
 from raydix.actors.ingress.queue_watch import QueueWatch
+from raydix.actors.ingress.telemetry import telemetry_of
 from raydix.actors.instruments import families_of
 from raydix.actors.metric_values import MetricFamily
 from raydix.actors.metrics import HoldMetrics, IngressMetrics
@@ -155,6 +156,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
             workers=lambda: dispatcher.workers,
             find=runtime.find_worker,
         ),
+        telemetry=telemetry_of(config.observability, replica_id),
     )
     return Frontend(parts)
 

@@ -17,6 +17,7 @@ from raydix.actors.ingress.cluster_metrics import ClusterMetrics
 from raydix.actors.ingress.cluster_trace import ClusterTrace
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.queue_watch import QueueWatch
+from raydix.actors.ingress.telemetry import Telemetry
 from raydix.engine.api.batches import LineAnswer, failed_answer
 from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse, as_embed_request
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
@@ -86,6 +87,7 @@ class FrontendParts:
     queues: QueueWatch
     trace: ClusterTrace
     metrics: ClusterMetrics
+    telemetry: Telemetry | None = None
 
 
 class Frontend:
@@ -100,6 +102,7 @@ class Frontend:
         self.requests = parts.requests
         self.metrics = parts.metrics
         self.trace = parts.trace
+        self.telemetry = parts.telemetry
         self._queues = parts.queues
         self._models = parts.models
         self._room = parts.room
@@ -134,8 +137,10 @@ class Frontend:
         self._tasks.start(self._queues.run())
 
     async def close(self) -> None:
-        """End the processes that read long requests."""
+        """End the processes that read long requests, and send the last spans."""
         await self._reader.close()
+        if self.telemetry is not None:
+            await asyncio.to_thread(self.telemetry.close)
 
     def change(self, limits: ReplicaLimits, tenants: Iterable[Tenant], name_of_key: Mapping[str, str]) -> None:
         """Take other limits and know these tenants alone, from the next request on; requests under way go on."""
@@ -179,7 +184,11 @@ class Frontend:
     def accounted(self, job: Job) -> Iterator[None]:
         """Have the request in the table of requests; close the job and account for the request when the block ends."""
         with closing(job), self.accounting.request(job), self.requests.shown(job):
-            yield
+            if self.telemetry is None:
+                yield
+                return
+            with self.telemetry.request(job):
+                yield
 
     @contextmanager
     def all_accounted(self, jobs: Sequence[Job]) -> Iterator[None]:

@@ -13,6 +13,7 @@ from raydix.actors.ingress.build import batch_settings, build_batches, build_fro
 from raydix.actors.ingress.frontend import Frontend
 from raydix.actors.ingress.http import read_body
 from raydix.actors.ingress.recorder import RequestRecorder, recorder_of
+from raydix.actors.ingress.telemetry import Telemetry
 from raydix.actors.logs import set_level
 from raydix.actors.metrics import HoldMetrics
 from raydix.actors.runtime import Runtime
@@ -73,6 +74,11 @@ class IngressReplica:
         if self.batches is not None:
             self.batches.change(batch_settings(config))
         logger.info("other limits for %d tenants", len(config.tenants), extra=about("reconfigured"))
+
+    @property
+    def telemetry(self) -> Telemetry | None:
+        """Spans of requests, where they are sent anywhere."""
+        return self.frontend.telemetry if self.is_built else None
 
     # HTTP
 

@@ -339,6 +339,15 @@ class Assignment:
     """The adapter of every row of the request; None: the model alone. The salt has its digest."""
 
 
+class StartTimes(NamedTuple):
+    """The beginning of an attempt in one worker."""
+
+    waited_s: float
+    """Seconds from the submission to the first chunk: for a free place, and for KV that others compute or send."""
+    num_chunks: int
+    """Chunks up to the worker's first token."""
+
+
 class TokenEvent(NamedTuple):
     """A generated token, or the end of a request without one (`token_id` None)."""
 
@@ -365,6 +374,8 @@ class TokenEvent(NamedTuple):
     """Draft tokens that were not right."""
     draft_source: DraftSource | None = None
     """Origin of the draft of this event's step; with these counts."""
+    start: StartTimes | None = None
+    """The attempt's beginning; with the first event that the worker sends of the attempt."""
 
 
 class PromptEvent(NamedTuple):
@@ -447,6 +458,15 @@ class AdmitRequest:
         return self.priority >= LATE_PRIORITY
 
 
+class Expected(NamedTuple):
+    """The manager's expectations of a placement."""
+
+    ttft_s: float
+    """Seconds from the admission to the first token."""
+    blocks: tuple[tuple[str, int], ...]
+    """Number of the prompt's full blocks by their source (`raydix.engine.core.manager.explain.BlockSource`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """The manager's answer: the workers of the request, and the promised blocks."""
@@ -463,6 +483,8 @@ class Admission:
     """Packed answers that began where this one does, the likeliest last."""
     gives_way: bool = False
     """True if the request is late, and others go first (`LATE_PRIORITY`)."""
+    expected: Expected | None = None
+    """None without the manager."""
 
     def whole(self) -> "Admission":
         """Have the prefill worker do the whole request."""

@@ -12,6 +12,7 @@ from raydix.engine.api.openai_responses.stored import Claim, Run
 from raydix.engine.api.responses import ResponseHead, TokenUsage, function_call, message_parts, total_usage
 from raydix.engine.api.resuming import EventIds
 from raydix.engine.api.spec import ChatMessage, GenerationSpec
+from raydix.engine.api.trace_context import TraceContext
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.parsers.answer import AssembledMessage
 from raydix.engine.core.ingress.room import Permit
@@ -183,6 +184,8 @@ class Job:
     """Events of the stream that its reader has already."""
     adapter_use: AdapterUse | None = None
     """Hold on the request's adapter; None for the model alone."""
+    trace: TraceContext | None = None
+    """Span that the request's own ones are below; None: they begin a trace."""
 
     @property
     def is_paused(self) -> bool:

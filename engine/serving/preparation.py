@@ -22,6 +22,7 @@ from raydix.engine.api.reconnecting import BEGINNING, HEADER
 from raydix.engine.api.responses import ResponseHead, response_id, system_fingerprint
 from raydix.engine.api.resuming import MAX_CHOICES, EventId, EventIds, Origin, seal_of
 from raydix.engine.api.spec import CompactionUse, GenerationSpec
+from raydix.engine.api.trace_context import TraceContext
 from raydix.engine.core.divergence import PromptPart, PromptRecord
 from raydix.engine.core.errors import AnswerChangedError, RequestError
 from raydix.engine.core.hashing import adapted
@@ -112,6 +113,8 @@ class RequestHeaders:
     """Id of the request, which need not be unique. A new id takes the place of one of invalid form."""
     last_event_id: str | None = None
     """Wish for a stream whose events have ids (`raydix.engine.api.resuming`), in the form of its header."""
+    trace: TraceContext | None = None
+    """Place of the request in a trace, if there is one."""
 
     def completed(self, spec: GenerationSpec) -> GenerationSpec:
         """Give a request the session and the objectives that its body does not name."""
@@ -265,6 +268,7 @@ class Preparation:
                                 answers=answers,
                                 arrived_at=arrived_at,
                                 adapter_use=use,
+                                trace=headers.trace,
                             )
                         )
             except BaseException:
@@ -363,6 +367,7 @@ class Preparation:
                 edits=reading.edits,
                 unread=reading.unread,
                 adapter_use=use,
+                trace=headers.trace,
             )
             if start is not None:
                 start.give_ids(job, origin)

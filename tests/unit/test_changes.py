@@ -34,6 +34,8 @@ BASE: dict[str, Any] = {
     "tenants": [{"name": "alice", "key_hashes": [HASH], "cache_min": 0.25}],
 }
 CHANGED: dict[str, Any] = {
+    "observability.otlp_endpoint": "http://127.0.0.1:4318",
+    "observability.otlp_protocol": "grpc",
     "model.source": "package:other/model.gguf",
     "model.name": "another",
     "model.dtype": "float32",

@@ -81,7 +81,7 @@ def test_every_token_comes_once_and_in_order(sent: list[tuple[int, int, bool]]) 
     in_order = [(position, 0, False) for position in range(len(ANSWER))]
     for position, attempts_ago, fails in sent + in_order:
         if fails and not generation.is_over:
-            assert generation.start_over() == {"p", "d"}
+            assert generation.start_over(1.0) == {"p", "d"}
             generation.place(admission("p", "d"), block_size=4, now=0.0)
             assert generation.token_ids == (1, 2, 3, *delivered)
         due = generation.take(event(position, generation.attempt - attempts_ago), "d")
@@ -143,7 +143,7 @@ def test_the_tokens_of_drafts_are_counted_once_and_by_source() -> None:
     outbox = Outbox()
     outbox.release(generation)
     assert outbox.ended[0].drafts == tuple(uses)
-    generation.start_over()
+    generation.start_over(1.0)
     assert not generation.drafts and generation.accepted == [2, 3], "the next attempt has its own"
 
 
@@ -157,7 +157,7 @@ def test_early_events_do_not_outlive_their_attempt() -> None:
     """The attempt that sent them may not have finished by them."""
     generation = make_generation()
     generation.take(event(len(ANSWER) - 1), "d")
-    generation.start_over()
+    generation.start_over(1.0)
     for position in range(len(ANSWER) - 1):
         generation.take(event(position, 1), "d")
     assert not generation.is_over
@@ -165,7 +165,7 @@ def test_early_events_do_not_outlive_their_attempt() -> None:
 
 def test_an_error_ends_the_attempt_it_belongs_to() -> None:
     generation = make_generation()
-    generation.start_over()
+    generation.start_over(1.0)
     assert generation.take(error(0), "d") == [] and generation.failure is None
     assert generation.take(error(1), "d") == []
     assert isinstance(generation.failure, ModelFailedError) and "why" in generation.failure.message
@@ -182,7 +182,7 @@ def test_a_refused_request_is_its_client_s_fault() -> None:
 def test_what_the_first_attempt_found_is_what_counts() -> None:
     generation = make_generation()
     generation.take(event(0), "p")
-    generation.start_over()
+    generation.start_over(1.0)
     generation.place(admission("p", "d", 1), block_size=16, now=0.0)
     generation.take(event(1, 1), "p")
     assert (generation.cached_tokens, generation.imported_tokens) == (2, 8)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from raydix.engine.core.settings import SchedulerLimits
-from raydix.engine.core.types import Assignment, FinishReason, Pooling, Salt, TokenEvent
+from raydix.engine.core.types import Assignment, FinishReason, Pooling, Salt, StartTimes, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.prompt_results import SumStore
 from raydix.engine.core.worker.scheduler import Scheduler
@@ -53,7 +53,8 @@ def test_a_request_ends_with_the_pooled_state_of_its_prompt(make_scheduler: Make
     submit(scheduler, pooling(kind=kind))
     [event], chunks = run(scheduler, FakeModel(scheduler.pool))
     state = expected(pooling(kind=kind))
-    assert event == TokenEvent("a", 0, 0, None, FinishReason.LENGTH, None, 0, pooled=state)
+    start = StartTimes(0.0, 1)
+    assert event == TokenEvent("a", 0, 0, None, FinishReason.LENGTH, None, 0, pooled=state, start=start)
     assert chunks == [(0, 14)]
 
 

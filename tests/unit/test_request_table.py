@@ -80,7 +80,7 @@ def test_a_failover_leaves_the_time_of_the_first_placement(served: Served) -> No
         [answer] = job.answers
         with replica.frontend.accounted(job):
             answer.generation.place(Admission("r", 0, "p", "d", 1, 1, (), ()), 4, job.arrived_at + 0.5)
-            answer.generation.start_over()
+            answer.generation.start_over(1.0)
             answer.generation.place(Admission("r", 1, "e", "e", 1, 1, (), ()), 4, job.arrived_at + 3.0)
             [row] = rows(replica)
             assert (row["attempts"], row["placed_s"], row["moved_s"]) == (2, 0.5, 3.0)

@@ -260,6 +260,7 @@ def _headers(request: Request) -> RequestHeaders:
         objectives=objective_headers(request),
         name=request.headers.get("x-request-id"),
         last_event_id=request.headers.get(HEADER) or None,
+        trace=getattr(request.state, "trace", None),
     )
 
 

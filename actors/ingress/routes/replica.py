@@ -9,6 +9,7 @@ from starlette.responses import Response
 from raydix.actors.ingress.batches import Batches
 from raydix.actors.ingress.frontend import Frontend
 from raydix.actors.ingress.recorder import RequestRecorder
+from raydix.actors.ingress.telemetry import Telemetry
 from raydix.configs.schema import Config
 from raydix.engine.api.route import Route
 from raydix.engine.core.errors import RaydixError
@@ -26,6 +27,10 @@ class Replica(Protocol):
     frontend: Frontend
     batches: Batches | None
     recorder: RequestRecorder | None
+
+    @property
+    def telemetry(self) -> Telemetry | None:
+        """Spans of requests, where they are sent anywhere."""
 
     def require_trusted(self, request: Request) -> None:
         """Refuse a request that a web page may have made a browser send."""

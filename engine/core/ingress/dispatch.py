@@ -134,6 +134,7 @@ class Dispatch:
     def begin(self, generation: Generation, now: float) -> list[Instruction]:
         """Take a request on."""
         entry = self.entries[generation.request_id] = Entry(generation, now)
+        generation.begun_at = now
         return self._admit(entry, now)
 
     def end(self, request_id: str) -> list[Instruction]:
@@ -473,17 +474,17 @@ class Dispatch:
             for entry in self.entries.affected_by(worker_id):
                 generation = entry.generation
                 if generation.dies_with(worker_id):
-                    left, aborts = self._start_over(entry)
+                    left, aborts = self._start_over(entry, now, has_moved=True)
                     moved = MovedOn(generation.request_id, generation.attempt, left, len(generation.tokens))
                     entry.num_moves += 1
                     entry.waiting_since = now
                     instructions += [*aborts, moved, *self._admit(entry, now)]
         return instructions
 
-    def _start_over(self, entry: Entry) -> tuple[list[str], list[Instruction]]:
+    def _start_over(self, entry: Entry, now: float, *, has_moved: bool = False) -> tuple[list[str], list[Instruction]]:
         """Begin another attempt; returns the workers of the last one, and what ends the attempt there."""
         request_id, attempt = entry.generation.request_id, entry.generation.attempt
-        left = sorted(entry.generation.start_over())
+        left = sorted(entry.generation.start_over(now, has_moved=has_moved))
         entry.admission = None
         return left, [Abort(worker_id, request_id, attempt) for worker_id in left if worker_id in self.view.followed]
 
@@ -492,7 +493,7 @@ class Dispatch:
         generation = entry.generation
         if generation.is_over:
             return []
-        left, instructions = self._start_over(entry)
+        left, instructions = self._start_over(entry, now)
         instructions.append(FailedOver(generation.request_id, generation.attempt, left, len(generation.tokens)))
 
         if generation.attempt - entry.num_moves >= MAX_ATTEMPTS:

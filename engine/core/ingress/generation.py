@@ -10,7 +10,7 @@ So every token is delivered exactly once, whatever is retried. The token at a po
 retries do not change the text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raydix.engine.core.answers.continuations import BegunAnswer, packed
@@ -28,18 +28,49 @@ from raydix.engine.core.types import (
     CacheHints,
     DraftSource,
     DraftUse,
+    Expected,
     FinishReason,
     Paused,
     PromptEvent,
     Salt,
     Sampling,
     Stage,
+    StartTimes,
     TokenEvent,
     TokenLogprobs,
 )
 
 NUM_PREVIEW_TOKENS = 32
 """First tokens of a prompt that the manager keeps to show its prefix by."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFacts:
+    """What is known of one attempt. Times are of the ingress' monotonic clock; None where the attempt did not come so
+    far."""
+
+    number: int
+    prefill: str | None
+    decode: str | None
+    begun_at: float
+    """Time from which the attempt was to be admitted."""
+    placed_at: float | None
+    answered_at: float | None
+    """Time of the first token."""
+    handover_s: float | None
+    """Duration as `Generation.handover_s`."""
+    last_at: float | None
+    """Time of the last token."""
+    ended_at: float | None
+    """Time at which another attempt took over; None: there is none."""
+    num_tokens: int
+    """Tokens delivered up to the end of the attempt, by earlier ones too."""
+    starts: Mapping[str, StartTimes]
+    """Beginnings by worker."""
+    expected: Expected | None
+    """The manager's expectations; None without the manager."""
+    has_moved: bool = False
+    """True if the attempt ended because its worker was about to stop."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +107,8 @@ class Generation:
     cached_tokens: int | None = None
     imported_tokens: int = 0
     """Prompt tokens whose KV was promised from elsewhere to the first attempt's prefill worker."""
+    begun_at: float = 0.0
+    """Time from which this attempt was to be admitted."""
     placed_at: float = 0.0
     first_placed_at: float = 0.0
     """Time of the first attempt's placement; `placed_at` is the present one's."""
@@ -85,6 +118,14 @@ class Generation:
     """The workers that have taken this attempt on, as far as is known."""
     answered_at: float = 0.0
     """Time of this attempt's first token."""
+    last_at: float = 0.0
+    """Time of this attempt's last token so far."""
+    starts: dict[str, StartTimes] = field(default_factory=dict)
+    """Beginnings of this attempt by worker."""
+    expected: Expected | None = None
+    """The manager's expectations of this attempt; None without the manager."""
+    past: list[AttemptFacts] = field(default_factory=list)
+    """Attempts before this one."""
     handover_s: float | None = None
     """Seconds from this attempt's first token to the second one, where another worker computed the second one."""
     num_preemptions: int = 0
@@ -149,6 +190,7 @@ class Generation:
         if admission.gives_way:
             self.priority = max(self.priority, LATE_PRIORITY)
         self.placed_at = now
+        self.expected = admission.expected
         # Imports and the first placement are figures of the request, to which its retries add nothing.
         if self.attempt == 0:
             self.first_placed_at = now
@@ -263,7 +305,8 @@ class Generation:
         return BegunAnswer(self.answer_name, packed(self.tokens))
 
     def delivered(self, num_tokens: int, now: float, *, is_first: bool) -> None:
-        """Note the time of delivered tokens, as far as the first two of an attempt go."""
+        """Note the time of delivered tokens: of the first two of an attempt, and of the last."""
+        self.last_at = now
         if is_first:
             self.answered_at = now
         if self.handover_s is None and self.prefill != self.decode and (num_tokens > 1 or not is_first):
@@ -278,6 +321,8 @@ class Generation:
             return []
         if event.position < len(self.tokens):
             return []
+        if event.start is not None:
+            self.starts[worker_id] = event.start
 
         # Events of one worker come in order, but the first token of a split request comes from another worker.
         self.early[event.position] = event
@@ -352,8 +397,31 @@ class Generation:
         """True if `worker_id` was only to send KV to the decode worker, which can compute the KV itself."""
         return not self.is_over and self.prefill == worker_id and self.decode is not None
 
-    def start_over(self) -> set[str]:
-        """Begin another attempt, without a placement yet; returns the workers of the last attempt."""
+    def attempt_facts(self, ended_at: float | None = None, *, has_moved: bool = False) -> AttemptFacts:
+        """The present attempt, which ends at `ended_at` if another one is to begin."""
+        return AttemptFacts(
+            number=self.attempt,
+            prefill=self.prefill,
+            decode=self.decode,
+            begun_at=self.begun_at,
+            placed_at=None if self.prefill is None else self.placed_at,
+            answered_at=self.answered_at if self.is_answered else None,
+            handover_s=self.handover_s,
+            last_at=self.last_at if self.is_answered else None,
+            ended_at=ended_at,
+            num_tokens=len(self.tokens),
+            starts=dict(self.starts),
+            expected=self.expected,
+            has_moved=has_moved,
+        )
+
+    def start_over(self, now: float, *, has_moved: bool = False) -> set[str]:
+        """Begin another attempt, without a placement yet; returns the workers of the last attempt. `has_moved`: the
+        last one's worker is about to stop."""
+        self.past.append(self.attempt_facts(now, has_moved=has_moved))
+        self.begun_at = now
+        self.starts.clear()
+        self.expected = None
         workers = self.workers_to_abort()
         self.prefill = self.decode = None
         self.early.clear()

@@ -51,6 +51,7 @@ from raydix.engine.core.types import (
     AttemptName,
     BlockHash,
     EvictionReason,
+    Expected,
     Handover,
     Paused,
     Role,
@@ -313,6 +314,7 @@ class Directory:
             imported=request.hashes[num_local:num_cached],
             num_new_blocks=len(lacking),
             gives_way=when_late is WhenLate.GIVE_WAY,
+            expected=decision.expected,
         )
         admission = reservation.admission
         prefill, decode = admission.prefill, admission.decode
@@ -505,6 +507,7 @@ class Directory:
         imported: Sequence[BlockHash],
         num_new_blocks: int,
         gives_way: bool,
+        expected: Expected,
     ) -> Reservation:
         """Assign a request to the workers of its placement, with the blocks that each of them is to get from elsewhere.
         Changes nothing.
@@ -524,6 +527,7 @@ class Directory:
             prefill_awaited=self.stock.lacking(prefill, imported),
             decode_awaited=self.stock.lacking(decode, request.hashes) if decode != prefill else (),
             gives_way=gives_way,
+            expected=expected,
         )
         return Reservation(
             admission=admission,

@@ -3,7 +3,7 @@
 Bounded: the oldest requests are forgotten first.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,7 +16,7 @@ from raydix.engine.core.doctor import MOST_PROMPTS, Miss
 from raydix.engine.core.manager.placement import Placement, PredictedTimes
 from raydix.engine.core.manager.sessions import Branch
 from raydix.engine.core.objectives import WhenLate
-from raydix.engine.core.types import DraftUse, Ended, Outcome, Role
+from raydix.engine.core.types import DraftUse, Ended, Expected, Outcome, Role
 
 MAX_CONSIDERED = 16
 """Workers kept per decision, the best ones."""
@@ -131,6 +131,14 @@ class Decision:
     """Time of the admission, in seconds since the epoch."""
     adapter: str | None = None
     """Name of the request's adapter, which shares its KV with no other one; None: the model alone."""
+
+    @property
+    def expected(self) -> Expected:
+        """The decision in the few figures that its request's ingress keeps."""
+        blocks: Counter[str] = Counter()
+        for source, count in self.runs:
+            blocks[str(source)] += count
+        return Expected(self.predicted_ttft_s, (*blocks.items(),))
 
     @property
     def regret_s(self) -> float | None:

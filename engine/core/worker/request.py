@@ -5,7 +5,16 @@ from dataclasses import dataclass, field
 
 from raydix.engine.core.eviction.retention import marked, retention
 from raydix.engine.core.hashing import BlockChain
-from raydix.engine.core.types import Assignment, BlockHash, FinishReason, Pooling, Retention, Stage, TokenLogprobs
+from raydix.engine.core.types import (
+    Assignment,
+    BlockHash,
+    FinishReason,
+    Pooling,
+    Retention,
+    Stage,
+    StartTimes,
+    TokenLogprobs,
+)
 from raydix.engine.core.worker.drafts.suffixes import Suffixes
 
 
@@ -83,6 +92,10 @@ class Request:
     """Earlier places of the last tokens, if drafts are made of these."""
     submitted_at: float = 0.0
     started_at: float | None = None
+    num_chunks: int = 0
+    """Chunks up to the first event."""
+    has_answered: bool = False
+    """True once an event was sent."""
 
     def __post_init__(self) -> None:
         self.request_id = self.assignment.request_id
@@ -103,6 +116,12 @@ class Request:
     @property
     def tenant(self) -> str:
         return self.assignment.cache.tenant
+
+    @property
+    def start(self) -> StartTimes:
+        """The beginning of the request in this worker, once it has started."""
+        assert self.started_at is not None
+        return StartTimes(max(0.0, self.started_at - self.submitted_at), self.num_chunks)
 
     @property
     def block_size(self) -> int:

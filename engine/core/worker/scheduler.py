@@ -257,6 +257,12 @@ class Scheduler:
             elif request.num_remaining == 0:
                 pooled = computed.pooled.get(request.request_id)
                 new = [event_of(request, None, FinishReason.LENGTH, pooled=pooled)]
+            # The first event tells of the beginning; requests that decode cost one look here.
+            if not request.has_answered:
+                request.num_chunks += 1
+                if new:
+                    request.has_answered = True
+                    new[0] = new[0]._replace(start=request.start)
             event = new[-1] if new else None
             events += new
             # The first token behind those that the assignment brought: the prompt was computed here, and not by another
