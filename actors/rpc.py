@@ -242,6 +242,9 @@ class ManagerClient(ActorClient):
     def events_since(self, sequence: int | None) -> Awaitable[CacheUpdate]:
         return _sent(self.handle.events_since.remote(sequence))
 
+    def trace(self, seconds: float) -> Awaitable[Recorded]:
+        return _sent(self.handle.trace.remote(seconds))
+
     def reset_cache(self) -> Awaitable[dict[str, int]]:
         return _sent(self.handle.reset_cache.remote())
 

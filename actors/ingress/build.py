@@ -149,7 +149,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
         accounting=Accounting(metrics, Refusals()),
         requests=requests,
         queues=queues,
-        trace=ClusterTrace(recorder, workers=lambda: dispatcher.workers, find=runtime.find_worker),
+        trace=ClusterTrace(recorder, lambda: dispatcher.workers, runtime.find_worker, manager),
         metrics=ClusterMetrics(
             ReplicaMetrics(replica_id, families, model.served.name, _about(model)),
             manager,

@@ -1,9 +1,9 @@
-"""A trace of all workers and of this replica for some seconds, in Chrome's format, which Perfetto shows.
+"""A trace of this replica, the manager and all workers for some seconds, in Chrome's format, which Perfetto shows.
 
 Each process has its rows: a worker its steps, its transfers of KV, and one row for each request with the parts of steps
-that computed it; the replica one row for each request with the time that each token took. Arrows lead from the end of
-a prefill to the worker that takes the request over. All times are seconds since the epoch in each process, so that
-between nodes they are as exact as the nodes' clocks.
+that computed it; the manager its decisions; the replica one row for each request with the time that each token took.
+Arrows lead from the end of a prefill to the worker that takes the request over. All times are seconds since the epoch
+in each process, so that between nodes they are as exact as the nodes' clocks.
 """
 
 import asyncio
@@ -15,10 +15,12 @@ import orjson
 from ray.exceptions import RayError
 
 from raydix.actors.calls import answer
+from raydix.actors.ingress.manager_link import ManagerLink
 from raydix.actors.rpc import WorkerClient
 from raydix.actors.tracing import Recorded, Recorder, Span
+from raydix.configs.sections import MANAGER
 from raydix.engine.api.responses import Json
-from raydix.engine.core.errors import OverloadedError
+from raydix.engine.core.errors import OverloadedError, ServiceError
 from raydix.engine.core.types import WorkerInfo
 
 TIMEOUT_S = 5.0
@@ -34,9 +36,12 @@ class ClusterTrace:
         own: Recorder,
         workers: Callable[[], Sequence[WorkerInfo]],
         find: Callable[[str, int], Awaitable[WorkerClient | None]],
+        manager: ManagerLink,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`workers` lists the workers to ask; `find` gives a worker's client, by id and epoch."""
+        """`workers` lists the workers to ask; `find` gives a worker's client, by id and epoch. `timeout_s` is the limit
+        of an answer, besides the recording."""
+        self._manager = manager
         self._own = own
         self._workers = workers
         self._find = find
@@ -47,12 +52,20 @@ class ClusterTrace:
         if self._own.is_on:
             raise OverloadedError("A trace is being recorded; try again later.", retry_after_s=int(seconds) + 1)
         workers, began_at = self._workers(), time.time()
-        asked = asyncio.gather(*(self._of_worker(each, seconds) for each in workers))
+        asked = asyncio.gather(self._of_manager(seconds), *(self._of_worker(each, seconds) for each in workers))
         own, others = await asyncio.gather(self._own.record(seconds), asked)
-        missing = [worker.worker_id for worker, each in zip(workers, others, strict=True) if each is None]
+        names = [MANAGER, *(worker.worker_id for worker in workers)]
+        missing = [name for name, each in zip(names, others, strict=True) if each is None]
         answered = [own, *(each for each in others if each is not None)]
         # Not in the event loop: a full trace is some hundred thousand objects.
         return await asyncio.to_thread(_written, answered, missing, began_at)
+
+    async def _of_manager(self, seconds: float) -> Recorded | None:
+        """None if the manager does not answer in time."""
+        try:
+            return await self._manager.ask(lambda manager: manager.trace(seconds), timeout_s=seconds + self._timeout_s)
+        except ServiceError:
+            return None
 
     async def _of_worker(self, worker: WorkerInfo, seconds: float) -> Recorded | None:
         """None if the worker does not answer in time."""

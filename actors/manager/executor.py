@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping
 from ray.exceptions import RayError
 
 from raydix.actors.calls import quietly
+from raydix.actors.manager.decision_spans import note_instruction
 from raydix.actors.manager.disk_tier import DiskTier
 from raydix.actors.messages import Imported
 from raydix.actors.rpc import WorkerClient
+from raydix.actors.tracing import Recorder
 from raydix.engine.background import Background
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.manager.block_index import Segment
@@ -39,8 +41,10 @@ NUM_STALL_CHECKS = 8
 class Executor:
     """Carries out the instructions of a directory, and tells the directory about the outcome."""
 
-    def __init__(self, directory: Directory, disk: DiskTier | None, background: Background) -> None:
+    def __init__(self, directory: Directory, disk: DiskTier | None, background: Background, recorder: Recorder) -> None:
+        """Instructions are recorded while a trace is (`recorder`)."""
         self._directory = directory
+        self._recorder = recorder
         self._disk = disk
         self._background = background
         self._deliveries = Background()
@@ -67,9 +71,12 @@ class Executor:
     def carry_out(self, instructions: Iterable[Instruction]) -> None:
         """Begin what the directory has decided. Nothing here waits: each call and each file has a task."""
         for instruction in instructions:
+            # A delivery is recorded with its time, at its end.
+            if self._recorder.is_on and not isinstance(instruction, DeliverSegment):
+                note_instruction(self._recorder, instruction, time.monotonic())
             match instruction:
-                case DeliverSegment(worker_id=worker_id, segment=segment):
-                    self._deliveries.start(self._deliver(worker_id, self._clients[worker_id], segment))
+                case DeliverSegment(worker_id=worker_id):
+                    self._deliveries.start(self._deliver(instruction, self._clients[worker_id]))
                 case Export(worker_id=worker_id, hashes=hashes):
                     self._background.start(quietly(self._clients[worker_id].export_blocks(hashes)))
                 case Lost(worker_id=worker_id, hashes=hashes):
@@ -79,9 +86,10 @@ class Executor:
                 case _:
                     self._background.start(self._use_disk(instruction))
 
-    async def _deliver(self, worker_id: str, client: WorkerClient, segment: Segment) -> None:
+    async def _deliver(self, instruction: DeliverSegment, client: WorkerClient) -> None:
         """Hand a segment to a worker, and note the time of the import; after a failure, the segment is promised from
         this source to no other worker."""
+        worker_id, segment, began_at = instruction.worker_id, instruction.segment, time.monotonic()
         header, node = segment.header, segment.node
         # By the link's measured pace: a fetch that takes much longer is given up, and the blocks are computed.
         patience_s = self._directory.fleet.patience_s(worker_id, node, header.num_bytes, time.time())
@@ -89,7 +97,9 @@ class Executor:
             report = await client.import_segment(header, [] if segment.ref is None else [segment.ref], patience_s)
         except RayError as error:  # the worker is gone; its stream tells
             logger.debug("segment not delivered: %s", type(error).__name__)
+            self._note_delivery(instruction, began_at, "worker gone")
             return
+        self._note_delivery(instruction, began_at, report.fate.name)
         # The worker computes what it lacks; here it matters that nobody else is sent to the same source.
         if report.fate is Imported.NOT_FETCHED:
             self._directory.stock.segments.undelivered(segment, time.time())
@@ -97,6 +107,11 @@ class Executor:
             self.carry_out(self._directory.stock.lost(segment.segment_id, time.time()))
         if report.seconds is not None:
             self._directory.fleet.imported(worker_id, node, header.num_bytes, report.seconds, time.time())
+
+    def _note_delivery(self, instruction: DeliverSegment, began_at: float, fate: str) -> None:
+        if self._recorder.is_on:
+            seconds = time.monotonic() - began_at
+            note_instruction(self._recorder, instruction, began_at, seconds, {"fate": fate})
 
     async def _use_disk(self, instruction: DiskInstruction) -> None:
         assert self._disk is not None

@@ -21,6 +21,7 @@ from typing import Any
 from raydix.actors.instruments import families_of
 from raydix.actors.logs import DEFAULTS, log_to_ray, set_level
 from raydix.actors.manager.client_memory import ClientMemory
+from raydix.actors.manager.decision_spans import note_admission, note_refusal
 from raydix.actors.manager.disk_tier import DiskTier
 from raydix.actors.manager.executor import Executor
 from raydix.actors.manager.ingress_watch import IngressWatch
@@ -35,6 +36,7 @@ from raydix.actors.metrics import HoldMetrics, ManagerMetrics
 from raydix.actors.processes import ProcessWatch
 from raydix.actors.rpc import Handle
 from raydix.actors.runtime import Runtime
+from raydix.actors.tracing import Recorded, Recorder
 from raydix.configs.schema import LoggingSection
 from raydix.configs.sections import MANAGER
 from raydix.engine.background import Background
@@ -140,7 +142,8 @@ class KVCacheManager:
 
         processes = ProcessWatch(runtime.own_node())
         self._resets = PoolResets()
-        self._executor = Executor(self._directory, self._disk, self._background)
+        self._recorder = Recorder(MANAGER, "manager")
+        self._executor = Executor(self._directory, self._disk, self._background, self._recorder)
         self._workers = WorkerWatch(
             directory=self._directory,
             executor=self._executor,
@@ -282,25 +285,35 @@ class KVCacheManager:
             self._workers.doubt(doubted)
         admissions: list[Admission | Late | Paused | None] = []
         for request in requests:
+            began_at = time.monotonic()
             try:
                 admission, instructions = self._directory.admit(request, time.time())
             # An earlier attempt's leases end here: nobody else would tell of it.
             except NoWorkerError:
                 self._executor.carry_out(self._directory.end_request(request.request_id, time.time()))
+                self._note_refusal(request, "no worker", began_at)
                 admissions.append(None)
                 continue
             except LateError as error:
+                self._note_refusal(request, "late", began_at)
                 admissions.append(error.late)
                 continue
             except PausedError as error:
+                self._note_refusal(request, "paused", began_at)
                 admissions.append(error.paused)
                 continue
+            if self._recorder.is_on:
+                note_admission(self._recorder, request, admission, began_at, time.monotonic())
             self._executor.carry_out(instructions)
             log_placed(admission, request)
             # From here on the request ends with its ingress replica, if that dies.
             self._ingresses.admitted(request.ingress_id, request.request_id)
             admissions.append(self._memory.with_continuations(admission, request))
         return admissions
+
+    def _note_refusal(self, request: AdmitRequest, why: str, began_at: float) -> None:
+        if self._recorder.is_on:
+            note_refusal(self._recorder, request, why, began_at, time.monotonic())
 
     async def ask_again(self, request_ids: Sequence[str]) -> list[Paused | None]:
         """Ask for the turns of paused requests' sessions; None: the request is to be admitted (`admit`)."""
@@ -381,6 +394,10 @@ class KVCacheManager:
     async def statistics(self) -> dict[str, int]:
         """Process id and sizes of the index and the memory, after a check of their integrity."""
         return {"pid": os.getpid(), **self._directory.sizes(), **self._memory.statistics()}
+
+    async def trace(self, seconds: float) -> Recorded:
+        """Record admissions and what moves KV for so long."""
+        return await self._recorder.record(seconds)
 
     async def metrics(self) -> tuple[MetricFamily, ...]:
         """The manager's metrics."""

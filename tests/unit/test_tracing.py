@@ -14,13 +14,18 @@ from ray.exceptions import ActorDiedError
 import raydix.actors.tracing as tracing
 from raydix.actors.ingress.cluster_trace import ClusterTrace, chrome_trace
 from raydix.actors.ingress.deliveries import Deliveries, Delivery
+from raydix.actors.ingress.manager_link import ManagerLink
+from raydix.actors.local import LocalRuntime
+from raydix.actors.manager.decision_spans import note_instruction
 from raydix.actors.metrics import IngressMetrics
 from raydix.actors.rpc import WorkerClient
 from raydix.actors.tracing import Recorded, Recorder, Span
 from raydix.cli.main import main
 from raydix.engine.core.errors import OverloadedError
+from raydix.engine.core.manager.block_index import Segment
+from raydix.engine.core.manager.instructions import EraseFile, Export, HandoverLost, Lost, ReadFile, WriteFile
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
-from raydix.engine.core.types import Role, WorkerInfo
+from raydix.engine.core.types import AdmitRequest, Role, SegmentHeader, WorkerInfo
 from tests.unit.ingress import Replica, Served, call
 from tests.unit.local_actors import answer_of
 from tests.unit.served_app import app
@@ -63,9 +68,9 @@ def test_a_trace_shows_a_request_at_each_process(scene: Scene, is_over: asyncio.
     async def play() -> None:
         manager, dispatcher = await scene.start()
         dispatcher._on_delivery = Deliveries(IngressMetrics([]), own).took
-        trace = ClusterTrace(own, lambda: dispatcher.workers, scene.local.find_worker)
+        trace = ClusterTrace(own, lambda: dispatcher.workers, scene.local.find_worker, ManagerLink(scene.local))
         await answer_of(dispatcher, "before", prompt_of(1), NUM_TOKENS)
-        recorders = [own, *(worker._recorder for worker in scene.workers.values())]
+        recorders = [own, manager._recorder, *(worker._recorder for worker in scene.workers.values())]
         recording = asyncio.create_task(trace.record(5))
         await until(lambda: all(each.is_on for each in recorders))
         with pytest.raises(OverloadedError, match="being recorded"):
@@ -85,6 +90,15 @@ def test_a_trace_shows_a_request_at_each_process(scene: Scene, is_over: asyncio.
         decode = slices(found, f"decode {decision.decode}")
         tokens = slices(found, "ingress r")["r"]
         assert set(slices(found, "ingress r")) == {"r"}, "of a request before nothing is known"
+        decided = slices(found, "manager kv_cache_manager")
+        [admitted] = decided["admissions"]
+        about = admitted["args"]
+        assert (admitted["name"], about["prefill"], about["decode"]) == ("r", decision.prefill, decision.decode)
+        assert about["blocks"] == {"never_seen": len(prompt) // 4} and about["tokens"] == len(prompt)
+        assert about["expected_ttft_s"] == pytest.approx(decision.predicted_ttft_s, abs=1e-6)
+        delivered = [each["args"] for each in decided["KV to workers"] if each["name"].startswith("deliver")]
+        assert {(each["from"], each["to"]) for each in delivered} == {(decision.prefill, decision.decode)}
+        assert [each.get("request") for each in delivered][-1] == "r" and delivered[-1]["fate"] == "TAKEN"
         assert sum(each["args"]["tokens"] for each in prefill["r"] if each["name"].startswith("prefill")) == len(prompt)
         assert prefill["r"][0]["name"] == "waiting"
         decoded = [each["name"] for each in decode["r"]]
@@ -163,9 +177,41 @@ def test_a_worker_that_does_not_answer_is_named(is_over: asyncio.Event) -> None:
 
     async def play() -> Any:
         is_over.set()
-        return json.loads(await ClusterTrace(Recorder("r", "ingress"), lambda: workers, find, 0.01).record(0.01))
+        link = ManagerLink(LocalRuntime())  # finds no manager
+        trace = ClusterTrace(Recorder("r", "ingress"), lambda: workers, find, link, 0.01)
+        return json.loads(await trace.record(0.01))
 
-    assert asyncio.run(play())["otherData"]["missing"] == ["silent", "dead", "unknown"]
+    assert asyncio.run(play())["otherData"]["missing"] == ["kv_cache_manager", "silent", "dead", "unknown"]
+
+
+def test_what_the_manager_refuses_and_what_it_tells_the_disk_is_in_a_trace(scene: Scene, tmp_path: Path) -> None:
+    async def play() -> None:
+        manager = await scene.local.start_manager(tmp_path)
+        recorder = manager._recorder
+        # A recording under way, without waiting for its end.
+        recording = tracing._Recording()
+        recorder._recordings.append(recording)
+        request = AdmitRequest("nobody", 0, (), 8)
+        assert await manager.admit([request]) == [None]
+        header = SegmentHeader("f", (b"a" * 16,), 10, 0)
+        segment = Segment(1, header, None)
+        for instruction in (WriteFile(segment), ReadFile(segment), EraseFile(header)):
+            note_instruction(recorder, instruction, 1.0)
+        note_instruction(recorder, Export("w", (b"a", b"b")), 1.0)
+        note_instruction(recorder, Lost("w", (b"a",)), 1.0)
+        note_instruction(recorder, HandoverLost("w", "r"), 1.0)
+        first, *others = recording.spans
+        assert (first.row, first.name, first.about["why"]) == ("admissions", "nobody no worker", "no worker")
+        assert [span.name for span in others] == [
+            "write",
+            "read",
+            "erase",
+            "ask w for blocks",
+            "tell w of lost blocks",
+            "tell w of a lost hand-over",
+        ]
+
+    scene.run(play())
 
 
 def test_the_route_is_for_administrators_and_bounded(served: Served, is_over: asyncio.Event) -> None:
