@@ -215,17 +215,17 @@ def request() -> Diagram:
 
 def hashes() -> Diagram:
     """The names of a prompt's blocks, and which of them are hits."""
-    columns = [98 + 86 * number for number in range(4)]
+    columns = [94 + 84 * number for number in range(4)]
     wide = 78
 
     def prompt(y: float, label: str, blocks: Sequence[str], names: Sequence[str], kinds: Sequence[str]) -> list[str]:
         """The blocks of a prompt, and below them the chain of their names."""
-        parts = [text(14, y, label, "title", anchor="start"), box(14, y + 76, 62, 32, "plain", "model")]
+        parts = [text(14, y, label, "title", anchor="start"), box(14, y + 76, 58, 32, "plain", "model")]
         for x, block, name, kind in zip(columns, blocks, names, kinds, strict=True):
             parts.append(box(x, y + 14, wide, 36, kind, block))
             parts.append(arrow((x + wide / 2, y + 50), (x + wide / 2, y + 76)))
             parts.append(box(x + 12, y + 76, wide - 24, 32, "plain", name))
-        ends = [76.0, *(x + wide - 12 for x in columns)]
+        ends = [72.0, *(x + wide - 12 for x in columns)]
         parts += [arrow((end, y + 92), (x + 12, y + 92)) for end, x in zip(ends, columns, strict=False)]
         return parts
 
