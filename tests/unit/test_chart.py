@@ -103,6 +103,7 @@ VARIANTS = {
         monitoring:
           podMonitor: {enabled: true, labels: {release: prometheus}}
           serviceMonitor: {enabled: true}
+          prometheusRule: {enabled: true, labels: {release: prometheus}}
     """,
     "network": """
         networkPolicy:
@@ -216,10 +217,18 @@ def test_each_key_makes_its_object() -> None:
     assert {"Ingress"} <= kinds["ingress"]
     assert {"Gateway", "HTTPRoute"} <= kinds["gateway"]
     assert "Gateway" not in kinds["gateway_that_is_there"]
-    assert "ServiceMonitor" in kinds["monitoring"]
+    assert {"ServiceMonitor", "PrometheusRule"} <= kinds["monitoring"]
+    assert [variant for variant, made in kinds.items() if "PrometheusRule" in made] == ["monitoring"]
     assert kinds["as_little_as_possible"] == {"RayService", "Service"}
     budgets = of_kind(rendered("all_roles_of_several"), "PodDisruptionBudget")
     assert {content["metadata"]["name"] for content in budgets} == {"raydix-ingress", "raydix-prefill"}
+
+
+def test_the_rules_of_the_chart_are_those_that_are_tested() -> None:
+    assert helm.CHART_ALERTS.read_text() == helm.ALERTS.read_text(), "run `make manifests`"
+    [rule] = of_kind(rendered("monitoring"), "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load(helm.ALERTS.read_text()), "with Prometheus' own braces"
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
 
 
 def test_pods_get_what_all_get_and_what_their_group_gets() -> None:

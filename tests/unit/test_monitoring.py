@@ -195,6 +195,60 @@ def test_every_alert_says_what_to_do_and_so_does_the_document() -> None:
         assert f"| {rule['annotations']['action']} |" in table, rule["alert"]
 
 
+CAUSES: dict[str, tuple[str, ...]] = {
+    "RaydixNoWorkers": ("raydix_workers",),
+    "RaydixWorkersLost": ("raydix_lost_workers_total",),
+    "RaydixWorkerHangs": ("raydix_step_seconds_count",),
+    "RaydixRequestsFail": ("raydix_requests_total",),
+    "RaydixLoadRefused": ("raydix_refusals_total",),
+    "RaydixSlowFirstTokens": ("raydix_ttft_seconds_bucket",),
+    "RaydixSlowTokens": ("raydix_inter_token_seconds_bucket",),
+    "RaydixQueueGrows": ("raydix_running_requests", "raydix_waiting_requests"),
+    "RaydixPoolTooSmall": ("raydix_preemptions_total",),
+    "RaydixCacheTooSmall": ("raydix_missed_blocks_total", "raydix_hit_blocks_total"),
+}
+"""The metrics that are wrong when an alert is to fire; all others are as on a day on which nothing is wrong."""
+
+
+def minutes_of(duration: str) -> int:
+    assert duration.endswith("m")
+    return int(duration[:-1])
+
+
+@pytest.mark.skipif(has_no_prometheus(), reason=NO_PROMETHEUS)
+def test_each_alert_fires_by_its_own_cause_and_not_before_its_time(tmp_path: Path) -> None:
+    """Series of `alerts.test.yaml`: of the alert's cause those of the hour in which everything is wrong."""
+    # All as text: YAML would read the series `0x90`, ninety times 0, as a number.
+    given = yaml.load((FOLDER / "alerts.test.yaml").read_text(), yaml.BaseLoader)
+    wrong, well = (each["input_series"] for each in given["tests"])
+    assert CAUSES.keys() == {rule["alert"] for rule in rules()}
+
+    def series(alert: str) -> list[dict[str, str]]:
+        def is_cause(each: dict[str, str]) -> bool:
+            return each["series"].partition("{")[0] in CAUSES[alert]
+
+        return [each for each in wrong if is_cause(each)] + [each for each in well if not is_cause(each)]
+
+    def found(minute: int, state: str, alerts: list[str]) -> dict[str, Any]:
+        samples = [{"labels": f'{{alertname="{each}"}}', "value": 1} for each in alerts]
+        query = f'count by (alertname) (ALERTS{{alertstate="{state}"}})'
+        return {"expr": query, "eval_time": f"{minute}m", "exp_samples": samples}
+
+    tests = []
+    for rule in rules():
+        name, wait = rule["alert"], rule.get("for")
+        expected = [found(90, "firing", [name])]
+        # The rule holds from some minute on; it is not fired while it has held for less than it is to hold.
+        if wait is not None:
+            expected.append(found(minutes_of(wait) - 1, "firing", []))
+        tests.append({"name": name, "interval": "1m", "input_series": series(name), "promql_expr_test": expected})
+    file = tmp_path / "causes.test.yaml"
+    content = {"rule_files": [str(FOLDER / "alerts.yaml")], "evaluation_interval": "1m", "tests": tests}
+    file.write_text(yaml.safe_dump(content, width=1000))
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.skipif(has_no_prometheus(), reason=NO_PROMETHEUS)
 @pytest.mark.parametrize("words", [("check", "rules", "alerts.yaml"), ("test", "rules", "alerts.test.yaml")])
 def test_promtool_accepts_the_alerts(words: tuple[str, ...]) -> None:
