@@ -253,7 +253,7 @@ PyObject* rms_norm(PyObject* const* args) {
 
 raydix::Activation activation_of(PyObject* o) {
   const int64_t kind = integer(o);
-  check(kind >= 0 && kind <= int64_t(raydix::Activation::clamped_swiglu), "unknown activation");
+  check(kind >= 0 && kind <= int64_t(raydix::Activation::sigmoid), "unknown activation");
   return raydix::Activation(kind);
 }
 
@@ -267,6 +267,88 @@ PyObject* silu_and_mul(PyObject* const* args) {
   run(x.numel(), 32768, [&](raydix::Crew& crew) {
     raydix::silu_and_mul(x.data_ptr(), out.data_ptr(), rows, width, x.stride(0), kind, dtype, crew);
   });
+  return THPVariable_Wrap(out);
+}
+
+// The states of a batch of `rows` rows: query_start, sources, write_rows and write_slots.
+raydix::StateUse state_use(PyObject* const* args, int64_t rows, int64_t slots) {
+  const Tensor &starts = tensor(args[0]), &sources = tensor(args[1]), &kept = tensor(args[2]), &to = tensor(args[3]);
+  raydix::StateUse u{};
+  u.num_sequences = sources.numel(), u.num_writes = kept.numel();
+  u.query_start = data<int32_t>(starts, at::kInt, u.num_sequences + 1, "query_start must be int32 [num_sequences + 1]");
+  u.sources = data<int64_t>(sources, at::kLong, u.num_sequences, "sources must be int64 [num_sequences]");
+  u.write_rows = data<int64_t>(kept, at::kLong, u.num_writes, "write_rows must be int64 [num_writes]");
+  u.write_slots = data<int64_t>(to, at::kLong, u.num_writes, "write_slots must be int64, one for each of write_rows");
+  check(u.query_start[0] == 0 && u.query_start[u.num_sequences] == rows, "query_start must span the rows");
+  for (int64_t s = 0; s < u.num_sequences; ++s) {
+    check(u.query_start[s] <= u.query_start[s + 1], "query_start must not fall");
+    check(u.sources[s] >= -1 && u.sources[s] < slots, "a source lies outside the states");
+  }
+  for (int64_t w = 0; w < u.num_writes; ++w) {
+    check(u.write_rows[w] >= 0 && u.write_rows[w] < rows, "a row whose state is kept lies outside the batch");
+    check(!w || u.write_rows[w - 1] < u.write_rows[w], "write_rows must rise");
+    check(u.write_slots[w] >= 0 && u.write_slots[w] < slots, "a slot to be written lies outside the states");
+    check(std::find(u.sources, u.sources + u.num_sequences, u.write_slots[w]) == u.sources + u.num_sequences,
+          "a state that is read cannot be written");
+  }
+  return u;
+}
+
+PyObject* short_conv(PyObject* const* args) {
+  const Tensor &x = tensor(args[0]), &weight = tensor(args[1]), &tails = tensor(args[2]);
+  check(x.dim() == 2 && x.stride(1) == 1, "x must be [num_tokens, channels] with contiguous rows");
+  check(weight.dim() == 2 && weight.size(1) == x.size(1) && weight.size(0) > 1, "weight must be [2 or more, channels]");
+  raydix::ShortConv a{};
+  a.rows = x.size(0), a.channels = x.size(1), a.taps = weight.size(0), a.x_stride = x.stride(0);
+  a.weight = data<float>(weight, at::kFloat, weight.numel(), "weight must be float32");
+  check_type(tails.scalar_type() == at::kFloat, "tails must be float32");
+  check(tails.dim() == 3 && tails.size(1) == a.taps - 1 && tails.size(2) == a.channels && tails.stride(2) == 1 &&
+            tails.stride(1) == a.channels,
+        "tails must be [num_slots, taps - 1, channels] with contiguous slots");
+  a.tails = tails.data_ptr<float>(), a.slot_stride = tails.stride(0);
+  a.use = state_use(args + 3, a.rows, tails.size(0));
+  a.silu = integer(args[7]);
+  const Tensor out = at::empty(x.sizes(), x.options());
+  const DType dtype = dtype_of(x);
+  a.x = x.data_ptr(), a.out = out.data_ptr();
+  run(x.numel() * a.taps, 32768, [&](raydix::Crew& crew) { raydix::short_conv(a, dtype, crew); });
+  return THPVariable_Wrap(out);
+}
+
+PyObject* gated_delta(PyObject* const* args) {
+  const Tensor &mixed = tensor(args[0]), &beta = tensor(args[1]), &step = tensor(args[2]), &states = tensor(args[5]);
+  check_type(states.scalar_type() == at::kFloat, "states must be float32");
+  check(states.dim() == 4, "states must be [num_slots, num_heads, key_dim, value_dim]");
+  raydix::GatedDelta a{};
+  a.num_heads = states.size(1), a.key_dim = states.size(2), a.value_dim = states.size(3);
+  check(states.stride(3) == 1 && states.stride(2) == a.value_dim && states.stride(1) == a.key_dim * a.value_dim,
+        "the slots of states must be contiguous");
+  check(a.value_dim > 0 && a.value_dim % 16 == 0, "value_dim must be a multiple of 16");
+  check(a.key_dim > 0 && a.key_dim <= 256, "key_dim must be at most 256");
+  check(mixed.dim() == 2 && mixed.stride(1) == 1, "mixed must be [num_tokens, channels] with contiguous rows");
+  a.rows = mixed.size(0);
+  const int64_t keys = mixed.size(1) - a.num_heads * a.value_dim;
+  a.num_key_heads = keys / (2 * a.key_dim);
+  check(a.num_key_heads > 0 && keys == 2 * a.num_key_heads * a.key_dim && a.num_heads % a.num_key_heads == 0,
+        "mixed must hold queries, keys and values of heads that share them evenly");
+  for (const Tensor* each : {&beta, &step}) {
+    same_type(mixed, *each);
+    check(each->dim() == 2 && each->size(0) == a.rows && each->size(1) == a.num_heads && each->stride(1) == 1,
+          "beta and step must be [num_tokens, num_heads] with contiguous rows");
+  }
+  a.decay_rate = data<float>(tensor(args[3]), at::kFloat, a.num_heads, "decay_rate must be float32 [num_heads]");
+  a.step_bias = data<float>(tensor(args[4]), at::kFloat, a.num_heads, "step_bias must be float32 [num_heads]");
+  a.mixed_stride = mixed.stride(0), a.beta_stride = beta.stride(0), a.step_stride = step.stride(0);
+  a.states = states.data_ptr<float>(), a.slot_stride = states.stride(0);
+  a.use = state_use(args + 6, a.rows, states.size(0));
+  const Tensor out = at::empty({a.rows, a.num_heads * a.value_dim}, mixed.options());
+  const Tensor scratch = at::empty({a.rows * (keys + 2 * a.num_heads)}, states.options());
+  a.queries = scratch.data_ptr<float>(), a.keys = a.queries + a.rows * keys / 2;
+  a.stays = a.queries + a.rows * keys, a.shares = a.stays + a.rows * a.num_heads;
+  a.mixed = mixed.data_ptr(), a.beta = beta.data_ptr(), a.step = step.data_ptr(), a.out = out.data_ptr();
+  const DType dtype = dtype_of(mixed);
+  const int64_t work = a.rows * a.num_heads * a.key_dim * a.value_dim;
+  run(work, 131072, [&](raydix::Crew& crew) { raydix::gated_delta(a, dtype, crew); });
   return THPVariable_Wrap(out);
 }
 
@@ -638,6 +720,8 @@ PyMethodDef methods[] = {
     method<rotary_kv_store, 10>("rotary_kv_store"),
     method<rms_norm, 4>("rms_norm"),
     method<silu_and_mul, 2>("silu_and_mul"),
+    method<short_conv, 8>("short_conv"),
+    method<gated_delta, 10>("gated_delta"),
     method<linear, 5>("linear"),
     method<has_linear, 0>("has_linear"),
     method<onednn_linear, 4>("onednn_linear"),

@@ -12,7 +12,7 @@ namespace raydix {
 enum class DType { f32, bf16, fp16 };
 
 // In the order of `KINDS` in raydix/kernels/silu_and_mul.
-enum class Activation { silu, gelu_tanh, clamped_swiglu };
+enum class Activation { silu, gelu_tanh, clamped_swiglu, sigmoid };
 
 struct Attention {
   const void *query, *key_cache, *value_cache;  // query rows are contiguous
@@ -59,6 +59,34 @@ struct RotaryStore {
   const void *q_norm, *k_norm;  // null if not wanted
   float eps;
   int64_t num_tokens, num_heads, num_kv_heads, head_dim, block_size, qkv_stride, key_stride, value_stride;
+};
+
+// The states of a batch's sequences, see raydix/kernels/states.py.
+struct StateUse {
+  const int32_t* query_start;  // [num_sequences + 1]
+  const int64_t *sources, *write_rows, *write_slots;  // a negative source: zeros; write_rows ascend
+  int64_t num_sequences, num_writes;
+};
+
+struct ShortConv {
+  const void* x;
+  const float* weight;  // [taps, channels]
+  float* tails;         // of a slot [taps - 1, channels]
+  void* out;
+  int64_t rows, channels, taps, x_stride, slot_stride;
+  bool silu;
+  StateUse use;
+};
+
+struct GatedDelta {
+  const void *mixed, *beta, *step;
+  const float *decay_rate, *step_bias;
+  float* states;  // of a slot [num_heads, key_dim, value_dim]
+  void* out;
+  float *queries, *keys;  // [rows, num_key_heads, key_dim], between the phases
+  float *stays, *shares;  // [rows, num_heads]
+  int64_t rows, num_key_heads, num_heads, key_dim, value_dim, mixed_stride, beta_stride, step_stride, slot_stride;
+  StateUse use;
 };
 
 struct Sample {
@@ -160,6 +188,8 @@ void rms_norm(const void* x, const void* residual, const void* weight, void* out
               int64_t width, int64_t stride, float eps, DType dtype, bool float_weight, Crew& crew);
 void silu_and_mul(const void* x, void* out, int64_t rows, int64_t width, int64_t stride, Activation activation,
                   DType dtype, Crew& crew);
+void short_conv(const ShortConv& a, DType dtype, Crew& crew);
+void gated_delta(const GatedDelta& a, DType dtype, Crew& crew);
 // Copies blocks of `pool` to `buffer`, or back if `scatter`.
 void kv_copy(char* pool, char* buffer, const int64_t* ids, int64_t count, int64_t block_bytes, bool scatter,
              Crew& crew);

@@ -1,5 +1,5 @@
 // The gated activation of rows [gate | up]: act(gate) * up, where act is SiLU or the tanh form of GELU; or the clamped
-// SwiGLU, gate * sigmoid(1.702 * gate) * (up + 1), with gate at most 7 and up from -7 to 7.
+// SwiGLU, gate * sigmoid(1.702 * gate) * (up + 1), with gate at most 7 and up from -7 to 7; or sigmoid(gate) * up.
 #include "ops.h"
 #include "vec.h"
 
@@ -11,6 +11,7 @@ INLINE f32x16 sigmoid_times(f32x16 x, f32x16 at) { return x / (1.0f + exp(-selec
 template <Activation KIND>
 INLINE f32x16 gated(f32x16 gate, f32x16 up) {
   if (KIND == Activation::silu) return sigmoid_times(gate, gate) * up;
+  if (KIND == Activation::sigmoid) return sigmoid_times(splat(1.0f), gate) * up;
   if (KIND == Activation::clamped_swiglu) {
     gate = select(gate > 7.0f, splat(7.0f), gate);
     up = select(up > 7.0f, splat(7.0f), select(up < -7.0f, splat(-7.0f), up));
@@ -38,6 +39,7 @@ void of_type(const void* x, void* out, int64_t rows, int64_t width, int64_t stri
   switch (kind) {
     case Activation::silu: return rows_of<T, Activation::silu>(x, out, rows, width, stride, crew);
     case Activation::gelu_tanh: return rows_of<T, Activation::gelu_tanh>(x, out, rows, width, stride, crew);
+    case Activation::sigmoid: return rows_of<T, Activation::sigmoid>(x, out, rows, width, stride, crew);
     case Activation::clamped_swiglu: return rows_of<T, Activation::clamped_swiglu>(x, out, rows, width, stride, crew);
   }
 }

@@ -7,16 +7,16 @@ from raydix.kernels.silu_and_mul.reference import silu_and_mul_reference
 
 __all__ = ["KINDS", "silu_and_mul"]
 
-KINDS = ("silu", "gelu_tanh", "clamped_swiglu")
+KINDS = ("silu", "gelu_tanh", "clamped_swiglu", "sigmoid")
 """Names of the activations, in the order of the C++ kernels' `Activation`."""
 
 
 def silu_and_mul(x: Tensor, kind: str = "silu") -> Tensor:
     """act(gate) * up for `x` [num_tokens, 2 * intermediate], gate first; returns [num_tokens, intermediate].
 
-    `kind` is one of `KINDS`; "clamped_swiglu" is gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up
-    between -7 and 7 (gpt-oss), on CPUs only. Float32 inside, rounded once. Raises `ValueError` on another kind or an
-    odd width.
+    `kind` is one of `KINDS`; on CPUs only "sigmoid", sigmoid(gate) * up, and "clamped_swiglu", gate * sigmoid(1.702
+    gate) * (up + 1) with gate at most 7 and up between -7 and 7 (gpt-oss). Float32 inside, rounded once. Raises
+    `ValueError` on another kind or an odd width.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown activation {kind!r}; known are {', '.join(KINDS)}")

@@ -1,0 +1,184 @@
+// Operations that go from position to position: a short convolution, and the gated delta rule. Both take the state of a
+// sequence from a slot and leave states in other slots, so nothing that a batch reads is changed by it.
+//
+// A row's bits depend on the sequence up to it alone: every sum has one order, a state is float32 and goes from row to
+// row, and pieces of work are channels and columns that never meet.
+#include <algorithm>
+#include <cmath>
+
+#include "noise.h"
+#include "ops.h"
+#include "vec.h"
+
+namespace raydix {
+namespace {
+
+// The sequence that a row belongs to.
+int64_t sequence_of(const StateUse& u, int64_t row) {
+  return std::upper_bound(u.query_start, u.query_start + u.num_sequences + 1, int32_t(row)) - u.query_start - 1;
+}
+
+INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-select(x < -88.0f, splat(-88.0f), x))); }
+
+// `at`: row of the batch, or before the sequence's first row `first` one of the inputs kept in `tail` (null: zeros).
+template <class T>
+INLINE f32x16 input(const ShortConv& a, const float* tail, int64_t first, int64_t at, int64_t channel, int64_t count) {
+  if (at >= first) {
+    const T* x = (const T*)a.x + at * a.x_stride + channel;
+    return count == LANES ? load(x) : load_part(x, count);
+  }
+  if (!tail) return f32x16{};
+  const float* kept = tail + (a.taps - 1 + at - first) * a.channels + channel;
+  return count == LANES ? load(kept) : load_part(kept, count);
+}
+
+template <class T>
+void convolve(const ShortConv& a, Crew& crew) {
+  const int64_t before = a.taps - 1;
+  auto tail_of = [&](int64_t sequence) {
+    const int64_t source = a.use.sources[sequence];
+    return source < 0 ? nullptr : a.tails + source * a.slot_stride;
+  };
+  crew.share(a.rows, grain(a.channels * a.taps), [&](int64_t row) {
+    const int64_t sequence = sequence_of(a.use, row), first = a.use.query_start[sequence];
+    const float* tail = tail_of(sequence);
+    for (int64_t c = 0; c < a.channels; c += LANES) {
+      const int64_t count = std::min<int64_t>(LANES, a.channels - c);
+      f32x16 sum{};
+      for (int64_t k = 0; k < a.taps; ++k) {
+        const float* weight = a.weight + k * a.channels + c;
+        const f32x16 w = count == LANES ? load(weight) : load_part(weight, count);
+        sum = fused(w, input<T>(a, tail, first, row - before + k, c, count), sum);
+      }
+      if (a.silu) sum = sum * sigmoid(sum);
+      T* to = (T*)a.out + row * a.channels + c;
+      count == LANES ? store(to, sum) : store_part(to, sum, count);
+    }
+  });
+  crew.share(a.use.num_writes, [&](int64_t write) {
+    const int64_t row = a.use.write_rows[write], sequence = sequence_of(a.use, row);
+    const int64_t first = a.use.query_start[sequence];
+    float* to = a.tails + a.use.write_slots[write] * a.slot_stride;
+    for (int64_t k = 0; k < before; ++k)
+      for (int64_t c = 0; c < a.channels; c += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, a.channels - c);
+        const f32x16 v = input<T>(a, tail_of(sequence), first, row - before + 1 + k, c, count);
+        count == LANES ? store(to + k * a.channels + c, v) : store_part(to + k * a.channels + c, v, count);
+      }
+  });
+}
+
+// log(1 + x) for x in [0, 1], also where 1 + x is 1.
+float log_one_plus(float x) {
+  const float sum = 1.0f + x;
+  return sum == 1.0f ? x : logarithm(sum) * (x / (sum - 1.0f));
+}
+
+// One key or query divided by its length, and multiplied by `scale`.
+template <class T>
+void unit(const T* x, float* out, int64_t size, float scale) {
+  f32x16 squares{};
+  const int64_t whole = size / LANES * LANES, rest = size - whole;
+  for (int64_t i = 0; i < whole; i += LANES) squares = fused(load(x + i), load(x + i), squares);
+  if (rest) squares = fused(load_part(x + whole, rest), load_part(x + whole, rest), squares);
+  const float factor = scale / std::sqrt(reduce_add(squares) + 1e-6f);
+  for (int64_t i = 0; i < whole; i += LANES) store(out + i, load(x + i) * factor);
+  if (rest) store_part(out + whole, load_part(x + whole, rest) * factor, rest);
+}
+
+// What a row's recurrence takes: unit queries and keys, how much of the memory stays, and how much of a change counts.
+template <class T>
+void prepare_row(const GatedDelta& a, int64_t row) {
+  const T* mixed = (const T*)a.mixed + row * a.mixed_stride;
+  const int64_t keys = a.num_key_heads * a.key_dim;
+  const float scale = 1.0f / std::sqrt(float(a.key_dim));
+  for (int64_t head = 0; head < a.num_key_heads; ++head) {
+    const int64_t at = head * a.key_dim;
+    unit(mixed + at, a.queries + row * keys + at, a.key_dim, scale);
+    unit(mixed + keys + at, a.keys + row * keys + at, a.key_dim, 1.0f);
+  }
+  const T *beta = (const T*)a.beta + row * a.beta_stride, *step = (const T*)a.step + row * a.step_stride;
+  for (int64_t head = 0; head < a.num_heads; head += LANES) {
+    const int64_t count = std::min<int64_t>(LANES, a.num_heads - head), at = row * a.num_heads + head;
+    store_part(a.shares + at, sigmoid(load_part(beta + head, count)), count);
+    const f32x16 x = load_part(step + head, count) + load_part(a.step_bias + head, count);
+    const f32x16 small = exp(-select(x < 0.0f, -x, x));
+    alignas(64) float logs[LANES];
+    store(logs, small);
+    for (int64_t i = 0; i < count; ++i) logs[i] = log_one_plus(logs[i]);
+    const f32x16 softplus = select(x > 0.0f, x, f32x16{}) + load(logs);
+    store_part(a.stays + at, exp(-load_part(a.decay_rate + head, count) * softplus), count);
+  }
+}
+
+constexpr int64_t MOST_KEYS = 256;
+
+// One sequence's rows through COLUMNS * LANES columns of one head's memory, which no other column meets.
+template <class T, int COLUMNS>
+void columns_of(const GatedDelta& a, int64_t sequence, int64_t head, int64_t column) {
+  constexpr int WIDTH = COLUMNS * LANES;
+  alignas(64) float memory[MOST_KEYS * WIDTH];
+  const int64_t size = a.key_dim * a.value_dim, keys = a.num_key_heads * a.key_dim;
+  const int64_t source = a.use.sources[sequence], key_head = head / (a.num_heads / a.num_key_heads);
+  const float* from = source < 0 ? nullptr : a.states + source * a.slot_stride + head * size + column;
+  for (int64_t i = 0; i < a.key_dim; ++i)
+    for (int j = 0; j < WIDTH; j += LANES)
+      store(memory + i * WIDTH + j, from ? load(from + i * a.value_dim + j) : f32x16{});
+
+  const int64_t first = a.use.query_start[sequence], end = a.use.query_start[sequence + 1];
+  const int64_t* writes_end = a.use.write_rows + a.use.num_writes;
+  const int64_t* write = std::lower_bound(a.use.write_rows, writes_end, first);
+  for (int64_t row = first; row < end; ++row) {
+    const float *q = a.queries + row * keys + key_head * a.key_dim, *k = a.keys + row * keys + key_head * a.key_dim;
+    const float stays = a.stays[row * a.num_heads + head], share = a.shares[row * a.num_heads + head];
+    const T* value = (const T*)a.mixed + row * a.mixed_stride + 2 * keys + head * a.value_dim + column;
+    f32x16 known[COLUMNS] = {}, change[COLUMNS], result[COLUMNS] = {};
+    for (int64_t i = 0; i < a.key_dim; ++i)
+      for (int j = 0; j < COLUMNS; ++j) {
+        const f32x16 s = load(memory + i * WIDTH + j * LANES) * stays;
+        store(memory + i * WIDTH + j * LANES, s);
+        known[j] = fused(s, splat(k[i]), known[j]);
+      }
+    for (int j = 0; j < COLUMNS; ++j) change[j] = (load(value + j * LANES) - known[j]) * share;
+    for (int64_t i = 0; i < a.key_dim; ++i)
+      for (int j = 0; j < COLUMNS; ++j) {
+        const f32x16 s = fused(splat(k[i]), change[j], load(memory + i * WIDTH + j * LANES));
+        store(memory + i * WIDTH + j * LANES, s);
+        result[j] = fused(s, splat(q[i]), result[j]);
+      }
+    T* out = (T*)a.out + row * a.num_heads * a.value_dim + head * a.value_dim + column;
+    for (int j = 0; j < COLUMNS; ++j) store(out + j * LANES, result[j]);
+
+    if (write < writes_end && *write == row) {
+      float* to = a.states + a.use.write_slots[write++ - a.use.write_rows] * a.slot_stride + head * size + column;
+      for (int64_t i = 0; i < a.key_dim; ++i)
+        for (int j = 0; j < WIDTH; j += LANES) store(to + i * a.value_dim + j, load(memory + i * WIDTH + j));
+    }
+  }
+}
+
+template <class T>
+void all_rows(const GatedDelta& a, Crew& crew) {
+  crew.share(a.rows, grain(2 * a.num_key_heads * a.key_dim), [&](int64_t row) { prepare_row<T>(a, row); });
+  const bool is_wide = a.value_dim % (2 * LANES) == 0;
+  const int64_t width = is_wide ? 2 * LANES : LANES, pieces = a.value_dim / width;
+  crew.share(a.use.num_sequences * a.num_heads * pieces, [&](int64_t piece) {
+    const int64_t column = piece % pieces * width, head = piece / pieces % a.num_heads;
+    const int64_t sequence = piece / pieces / a.num_heads;
+    is_wide ? columns_of<T, 2>(a, sequence, head, column) : columns_of<T, 1>(a, sequence, head, column);
+  });
+}
+
+}  // namespace
+
+void short_conv(const ShortConv& a, DType dtype, Crew& crew) {
+  if (dtype == DType::f32) return convolve<float>(a, crew);
+  return dtype == DType::bf16 ? convolve<bf16>(a, crew) : convolve<fp16>(a, crew);
+}
+
+void gated_delta(const GatedDelta& a, DType dtype, Crew& crew) {
+  if (dtype == DType::f32) return all_rows<float>(a, crew);
+  return dtype == DType::bf16 ? all_rows<bf16>(a, crew) : all_rows<fp16>(a, crew);
+}
+
+}  // namespace raydix
