@@ -238,9 +238,12 @@ def fitting(
         alone = config.model_copy(update={"workers": load_config("cpu_mixed").workers})
         with contextlib.suppress(StartupError):
             other = size_up(alone, model, machine)
+            reason = "a model that two workers have no room for: one has it all"
+            if model.recurrent is not None:
+                reason = "a model with recurrent layers, whose states stay in one worker"
             if sizes is None or other.max_model_len > sizes.max_model_len:
                 return (
-                    ChosenConfiguration("cpu_mixed", "a model that two workers have no room for: one has it all"),
+                    ChosenConfiguration("cpu_mixed", reason),
                     alone,
                     other,
                 )

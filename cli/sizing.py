@@ -18,7 +18,14 @@ from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import GIB
 from raydix.engine.model.config import ModelConfig
 from raydix.engine.model.identity import model_len
-from raydix.engine.model.sizes import kv_block_bytes, step_bytes, weight_bytes
+from raydix.engine.model.sizes import (
+    kv_block_bytes,
+    num_states,
+    pool_bytes_for,
+    state_bytes,
+    step_bytes,
+    weight_bytes,
+)
 
 SERVER_GIB = 1.5
 """Memory of Ray's processes, Serve's controller and HAProxy, the manager with its standby, and the command itself."""
@@ -61,6 +68,8 @@ def size_up(config: Config, model: ModelConfig, machine: Machine) -> Sizes:
             f"{model.architecture} has experts, which run on CPUs only: set workers.*.device to cpu, or take a model "
             "without experts"
         )
+    if model.recurrent is not None:
+        _check_recurrent(config, model, machine)
     block_bytes = kv_block_bytes(model, config.cache.block_size, config.model.dtype)
     rooms = {role: _room_gib(config, section, model, machine) for role, section in config.workers.sections.items()}
     weights_gib = max(_weights_gib(config, section, model, machine) for section in config.workers.sections.values())
@@ -69,11 +78,14 @@ def size_up(config: Config, model: ModelConfig, machine: Machine) -> Sizes:
     # A configured pool stands, however much is free.
     configured = config.cache.num_blocks
     if configured is None and config.cache.pool_gib is not None:
-        configured = int(config.cache.pool_gib * GIB) // block_bytes
+        configured = _tokens(_kv_gib(config, model, config.cache.pool_gib), block_bytes, 1)
     if configured is None:
         shares = {role: MOST_SHARE if role in on_cpu else 1.0 for role in rooms}
         # A request may need every role, so the worker with the least room decides.
-        most_len = min(_tokens(rooms[role] * shares[role], block_bytes, config.cache.block_size) for role in rooms)
+        most_len = min(
+            _tokens(_kv_gib(config, model, rooms[role] * shares[role]), block_bytes, config.cache.block_size)
+            for role in rooms
+        )
     else:
         most_len = configured * config.cache.block_size
 
@@ -90,7 +102,7 @@ def size_up(config: Config, model: ModelConfig, machine: Machine) -> Sizes:
         # Rounded up: a longest request fills a part of its last block.
         blocks = -(-max_model_len // config.cache.block_size)
         half = min(rooms[role] for role in on_cpu) * POOL_SHARE
-        pool_gib = max(half, blocks * block_bytes / GIB)
+        pool_gib = max(half, pool_bytes_for(model, blocks * block_bytes) / GIB)
     return Sizes(max_model_len, pool_gib, weights_gib)
 
 
@@ -110,8 +122,10 @@ def described(config: Config, sizes: Sizes, model: ModelConfig, machine: Machine
         pool = "a KV pool as configured" if given else "a KV pool of what is free on the GPU"
     else:
         block_bytes = kv_block_bytes(model, config.cache.block_size, config.model.dtype)
-        tokens = _tokens(sizes.pool_gib, block_bytes, config.cache.block_size)
-        pool = f"a KV pool of {sizes.pool_gib:.2f} GiB ({tokens:,} tokens)"
+        tokens = _tokens(_kv_gib(config, model, sizes.pool_gib), block_bytes, config.cache.block_size)
+        states = _num_states(config, model, sizes.pool_gib)
+        holds = f"{tokens:,} tokens" + (f", {states} recurrent states" if states else "")
+        pool = f"a KV pool of {sizes.pool_gib:.2f} GiB ({holds})"
     longest = f"requests of up to {sizes.max_model_len:,} tokens"
     if sizes.max_model_len < model.max_position:
         why = "as configured" if config.model.max_model_len is not None else "as many as the memory holds"
@@ -124,6 +138,29 @@ def runs_on_gpu(config: Config, section: WorkerSection, machine: Machine) -> boo
     if section.device == "auto":
         return bool(machine.large_gpus_gib) and config.model.quantization is None
     return section.device == "cuda"
+
+
+def _check_recurrent(config: Config, model: ModelConfig, machine: Machine) -> None:
+    """Refuse what a model with recurrent layers cannot have: its states stay in the memory of one worker, on a CPU."""
+    sections = config.workers.sections
+    why = f"{model.architecture} has recurrent layers, "
+    if any(runs_on_gpu(config, section, machine) for section in sections.values()):
+        raise StartupError(f"{why}which run on CPUs only: set workers.*.device to cpu")
+    if [*sections] != ["mixed"] or sections["mixed"].numbers.most > 1:
+        raise StartupError(f"{why}whose states stay in their worker: it runs on one mixed worker (--config cpu_mixed)")
+    if config.cache.disk_gib:
+        raise StartupError(f"{why}whose states are not kept on disk: set cache.disk_gib to 0")
+
+
+def _num_states(config: Config, model: ModelConfig, pool_gib: float) -> int:
+    """Recurrent states that a pool keeps beside its KV."""
+    most = max(section.max_requests for section in config.workers.sections.values())
+    return num_states(model, max(0, int(pool_gib * GIB)), most)
+
+
+def _kv_gib(config: Config, model: ModelConfig, pool_gib: float) -> float:
+    """What a pool has for keys and values beside recurrent states, in GiB."""
+    return pool_gib - _num_states(config, model, pool_gib) * state_bytes(model) / GIB
 
 
 def _tokens(gib: float, block_bytes: int, block_size: int) -> int:
@@ -159,7 +196,8 @@ def _refusal(
 ) -> str:
     """Say what does not fit, and what would."""
     block_size = config.cache.block_size
-    needed_gib = -(-least // block_size) * kv_block_bytes(model, block_size, config.model.dtype) / GIB
+    kv_needed = -(-least // block_size) * kv_block_bytes(model, block_size, config.model.dtype)
+    needed_gib = pool_bytes_for(model, kv_needed) / GIB
     if config.cache.num_blocks is not None or config.cache.pool_gib is not None:
         return (
             f"the configured KV pool holds {most_len} tokens, but one request may have {least}: raise cache.pool_gib "
@@ -188,7 +226,7 @@ def _ways_out(config: Config, model: ModelConfig, machine: Machine, most_len: in
         block_bytes = kv_block_bytes(model, config.cache.block_size, config.model.dtype)
         room = min(_room_gib(int8, section, model, machine) for section in int8.workers.sections.values())
         # Computed and not guessed: a way out that is named must work.
-        tokens = _tokens(MOST_SHARE * room, block_bytes, config.cache.block_size)
+        tokens = _tokens(_kv_gib(config, model, MOST_SHARE * room), block_bytes, config.cache.block_size)
         if tokens >= least:
             ways.append(f"with model.quantization int8 requests of up to {min(tokens, model.max_position)} tokens fit")
     return ways or ["take a smaller model, or a machine with more memory"]

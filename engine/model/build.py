@@ -14,6 +14,7 @@ from raydix.engine.core.types import Sampling
 from raydix.engine.core.worker.block_pool import pool_of
 from raydix.engine.core.worker.drafts.budget import MAX_TOKENS as MAX_DRAFT_TOKENS
 from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.core.worker.states import States
 from raydix.engine.model.adapter_store import AdapterStore
 from raydix.engine.model.config import ModelConfig
 from raydix.engine.model.cuda import CudaGraphs
@@ -27,8 +28,17 @@ from raydix.engine.model.identity import ModelIdentity, identify, model_len
 from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.runner import ModelRunner, NullRunner, Runner, made_up_step
 from raydix.engine.model.scripted import ScriptedRunner, read_script
-from raydix.engine.model.sizes import LOGITS_BYTES, SCORED_ROWS, kv_block_bytes, pair_share
+from raydix.engine.model.sizes import (
+    LOGITS_BYTES,
+    SCORED_ROWS,
+    kv_block_bytes,
+    kv_bytes,
+    num_states,
+    pair_share,
+    pool_bytes_for,
+)
 from raydix.engine.model.sources import SCRIPTED, computes_nothing
+from raydix.engine.model.state_pool import StatePool
 from raydix.engine.model.swap_space import SwapSpace
 from raydix.engine.model.tokenizer import Tokenizer
 from raydix.kernels.cpp import arithmetic
@@ -72,12 +82,16 @@ def build_engine(
         grammars = make_grammars(identity.folder, identity.vocab_size)
 
     # The weights first: the pool has what they leave.
-    num_blocks = pool_blocks(config, settings, lambda: _free_bytes(decoder, settings, identity))
+    num_blocks, num_slots = pool_sizes(config, settings, lambda: _free_bytes(decoder, settings, identity))
     kv_pool = make_pool(config, num_blocks, settings.block_size, dtype, device)
     runner: Runner = NullRunner(config.hidden_size)
     made_by = "null"
+    states: States | None = None
     if decoder is not None:
-        runner = make_runner(decoder, kv_pool, settings.limits, grammars, settings.drafts, adapters)
+        state_pool = None
+        if num_slots:  # a model that computes nothing needs no states
+            states, state_pool = States(num_slots), StatePool(config, num_slots)
+        runner = make_runner(decoder, kv_pool, settings.limits, grammars, settings.drafts, adapters, state_pool)
         made_by = arithmetic_of(device)
     elif grammars is not None:
         runner = ScriptedRunner(Tokenizer(identity.folder), read_script(identity.folder), grammars, config.hidden_size)
@@ -86,12 +100,13 @@ def build_engine(
     return Engine(
         runner=runner,
         store=kv_pool,
-        pool=pool_of(settings, num_blocks),
+        pool=pool_of(settings, num_blocks, states),
         limits=settings.limits,
         max_model_len=max_model_len,
         fingerprint=f"{identity.fingerprint}/{made_by}",
         swap_space=swap_space,
-        swap_bytes=settings.swap_bytes,
+        # A preempted request goes on from its last snapshot, so its KV is left in the pool.
+        swap_bytes=0 if states is not None else settings.swap_bytes,
         grammars=grammars,
         drafter=drafter,
         tenants=settings.tenants,
@@ -148,11 +163,12 @@ def make_runner(
     grammars: Grammars | None = None,
     drafts: DraftLimits | None = None,
     adapters: AdapterStore | None = None,
+    states: StatePool | None = None,
 ) -> ModelRunner:
     """The runner for the device; on a GPU warm, and with the graphs that steps within `limits`, with drafts within
-    `drafts`, may take."""
+    `drafts`, may take. `states`: of a model with recurrent layers."""
     if decoder.device.type != "cuda":
-        return ModelRunner(decoder, kv_pool, grammars, adapters)
+        return ModelRunner(decoder, kv_pool, grammars, adapters, states)
     max_drafted = 0
     if drafts is not None and decoder.has_independent_rows:
         max_drafted = min(MAX_DRAFT_TOKENS, limits.max_requests * drafts.depth)
@@ -162,28 +178,34 @@ def make_runner(
     return runner
 
 
-def pool_blocks(config: ModelConfig, settings: EngineSettings, free_bytes: Callable[[], int]) -> int:
-    """Blocks of the KV pool: as configured, or as many as its memory holds. `free_bytes`: measures the memory that the
-    pool may have, where none is configured.
+def pool_sizes(config: ModelConfig, settings: EngineSettings, free_bytes: Callable[[], int]) -> tuple[int, int]:
+    """Blocks of the KV pool, and recurrent states beside it: as configured, or as many as its memory holds.
+    `free_bytes`: measures the memory that the pool may have, where none is configured.
 
     Raises:
         StartupError: one request of the greatest length would not fit.
     """
-    block_bytes = kv_block_bytes(config, settings.block_size, settings.dtype)
+    block_bytes, max_requests = (
+        kv_block_bytes(config, settings.block_size, settings.dtype),
+        settings.limits.max_requests,
+    )
     num_blocks = settings.num_blocks
     if num_blocks is None:
-        pool_bytes = free_bytes() if settings.pool_gib is None else int(settings.pool_gib * GIB)
-        num_blocks = max(0, pool_bytes) // block_bytes
+        pool_bytes = max(0, free_bytes() if settings.pool_gib is None else int(settings.pool_gib * GIB))
+        num_blocks = kv_bytes(config, pool_bytes, max_requests) // block_bytes
+    else:
+        pool_bytes = pool_bytes_for(config, num_blocks * block_bytes)
+    num_slots = num_states(config, pool_bytes, max_requests)
     max_model_len = model_len(config, settings.max_model_len)
     num_held = num_blocks * settings.block_size
-    if num_held < max_model_len:
-        needed_gib = max_model_len / settings.block_size * block_bytes / GIB
+    if num_held < max_model_len or (config.recurrent is not None and num_slots < 2):
+        needed_gib = pool_bytes_for(config, -(-max_model_len // settings.block_size) * block_bytes) / GIB
         way_out = "raise cache.pool_gib to" if settings.pool_gib is not None else "it needs a pool of"
         raise StartupError(
             f"a KV pool of {num_blocks} blocks holds {num_held} tokens, but one request may have {max_model_len}: "
             f"{way_out} {needed_gib:.2f} GiB" + (f", or set model.max_model_len to {num_held}" if num_held else "")
         )
-    return num_blocks
+    return num_blocks, num_slots
 
 
 def _free_bytes(decoder: Decoder | None, settings: EngineSettings, identity: ModelIdentity) -> int:

@@ -72,6 +72,39 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentConfig:
+    """Layers that keep a state of one size in the place of keys and values for each position: a gated delta rule
+    (arXiv 2412.06464) behind a short convolution."""
+
+    layers: tuple[int, ...]
+    """Indices of the recurrent layers; the others have attention."""
+    kernel_size: int
+    """Positions that the convolution spans, its own included."""
+    num_key_heads: int
+    """Heads of queries and keys; each serves `num_value_heads / num_key_heads` neighbouring heads of values."""
+    num_value_heads: int
+    key_dim: int
+    """Dimensions of one query or key."""
+    value_dim: int
+    """Dimensions of one value."""
+
+    @property
+    def channels(self) -> int:
+        """Channels that the convolution takes: queries, keys and values of all heads."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def delta_size(self) -> int:
+        """Numbers of one layer's state of the delta rule, [num_value_heads, key_dim, value_dim]."""
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def tail_size(self) -> int:
+        """Numbers of one layer's state of the convolution: its last inputs, [kernel_size - 1, channels]."""
+        return (self.kernel_size - 1) * self.channels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A Llama-like decoder: attention over grouped heads and a gated MLP, with norms before or after each."""
 
@@ -121,7 +154,17 @@ class ModelConfig:
     """Indices of the layers whose queries and keys are not rotated at all (SmolLM 3)."""
     attention_sinks: bool = False
     """Each head has a score of one more key, which every query sees and whose value is zero (gpt-oss)."""
+    attention_gate: bool = False
+    """The q projection gives each head a gate, too, behind its query: what attention gives is multiplied by the gate's
+    sigmoid (Qwen 3.5)."""
     experts: ExpertsConfig | None = None
+    recurrent: RecurrentConfig | None = None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that keep keys and values."""
+        recurrent = () if self.recurrent is None else self.recurrent.layers
+        return tuple(index for index in range(self.num_layers) if index not in recurrent)
 
     def experts_of_layer(self, index: int) -> ExpertsConfig | None:
         """The experts of a layer; None: it has one MLP."""

@@ -1,5 +1,7 @@
 """The decoder: one forward pass over a batch of chunks, through paged KV.
 
+A layer has attention, or keeps a recurrent state of each sequence (gated DeltaNet), in a pool of states beside the KV.
+
 Shape suffixes: T tokens of the batch, S sequences, R rows whose results are wanted, V tokens with logits, E hidden
 size, I MLP size, H query heads, K key-value heads, D head dimension.
 
@@ -18,21 +20,25 @@ from torch.nn import functional
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import Quantization
-from raydix.engine.model.config import ExpertsConfig, ModelConfig, RopeConfig
+from raydix.engine.model.config import ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
 from raydix.engine.model.families import read_config
 from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.lora import Lora, LoraLoader, LoraRows, add_loras
 from raydix.engine.model.mxfp4 import widened
 from raydix.engine.model.sizes import BLOCKS, SCALES
+from raydix.engine.model.state_pool import StatePool
 from raydix.engine.model.weights import Checkpoint, TensorSource
-from raydix.kernels.decoder_pass import DecoderPass, DenseMLP, LayerWeights
+from raydix.kernels.decoder_pass import DecoderPass, DenseMLP, GatedDeltaWeights, LayerWeights
 from raydix.kernels.experts import PackedExperts, experts, pack_experts
+from raydix.kernels.gated_delta import gated_delta
 from raydix.kernels.linear import Layout, PackedLinear, linear, pack_weight
 from raydix.kernels.paged_attention import paged_attention
 from raydix.kernels.rms_norm import rms_norm
 from raydix.kernels.rotary import rotary_order, rotary_tables
 from raydix.kernels.rotary_kv_store import rotary_kv_store
+from raydix.kernels.short_conv import short_conv
 from raydix.kernels.silu_and_mul import silu_and_mul
+from raydix.kernels.states import StateUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +63,12 @@ class ForwardBatch:
     """Tokens of the longest chunk, if known."""
     loras: tuple[LoraRows, ...] = ()
     """Rows that are computed with adapters, each with one."""
+    states: StateUse | None = None
+    """Where the sequences' recurrent states are and go; None only for a model without such layers."""
 
 
 class Decoder:
-    """A loaded model. Stateless between calls: all lasting state is in the KV pool given to each call.
+    """A loaded model. Stateless between calls: all lasting state is in the pools given to each call.
 
     `max_position` bounds the positions that can be served (and so the rotary tables); None: the model's context.
     `vocab_size`: tokens that have logits, the first of the model's; None: all. A table of embeddings is often longer
@@ -92,6 +100,10 @@ class Decoder:
             raise StartupError(
                 f"{config.architecture} has experts, which run on CPUs only: set workers.*.device to cpu"
             )
+        if config.recurrent is not None and self.device.type == "cuda":
+            raise StartupError(
+                f"{config.architecture} has recurrent layers, which run on CPUs only: set workers.*.device to cpu"
+            )
         self.max_position = min(max_position or config.max_position, config.max_position)
         loader = _Loader(config, weights, dtype, self.device, self.max_position, quantization, deterministic)
 
@@ -108,6 +120,7 @@ class Decoder:
             self._first_norm = loader.optional_norm("model.layers.0.", config.norms.attention)
             self._query_scale = _query_scale(config, self.max_position, dtype, self.device)
             self._layers = tuple(loader.layer(index) for index in range(config.num_layers))
+        self._kv_places = {index: place for place, index in enumerate(config.attention_layers)}
 
         self._pass = self._make_pass()
 
@@ -152,9 +165,9 @@ class Decoder:
             product.layout in layouts for layer in self._layers for product in layer.products()
         )
 
-    def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
+    def forward(self, batch: ForwardBatch, pool: KVPool, states: StatePool | None = None) -> Tensor:
         """Store the KV of the batch's tokens; return the logits of its `logits_rows`, [R, V] in the model's dtype."""
-        return self.logits(self.hidden(batch, pool))
+        return self.logits(self.hidden(batch, pool, states))
 
     @torch.inference_mode()
     def logits(self, x_RE: Tensor) -> Tensor:
@@ -166,15 +179,16 @@ class Decoder:
         return logits_RV if soft_cap is None else torch.tanh(logits_RV / soft_cap) * soft_cap
 
     @torch.inference_mode()
-    def hidden(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
-        """Store the KV of the batch's tokens; return the hidden states of `logits_rows` behind the last norm, [R, E]:
-        logits are computed from these."""
+    def hidden(self, batch: ForwardBatch, pool: KVPool, states: StatePool | None = None) -> Tensor:
+        """Store the KV of the batch's tokens, and the states that the batch asks for; return the hidden states of
+        `logits_rows` behind the last norm, [R, E]: logits are computed from these. A model with recurrent layers needs
+        `states`."""
         residual_TE = functional.embedding(batch.token_ids, self._embedding)
         if self._embedding_scale is not None:
             residual_TE *= self._embedding_scale
         # A step without adapters takes no notice of them; one with them has the same bits in its other rows.
         if self._pass is None or batch.loras:
-            return self._layer_by_layer(residual_TE, batch, pool)
+            return self._layer_by_layer(residual_TE, batch, pool, states)
 
         return self._pass(
             residual_TE,
@@ -189,7 +203,9 @@ class Decoder:
 
     def load_lora(self, folder: Path) -> Lora:
         """Load the adapter in a folder, for rows of `ForwardBatch.loras`. Changes nothing, so any thread may do it.
-        Raises `StartupError` as `read_adapter`, and for numbers that are none."""
+        Raises `StartupError` as `read_adapter`, for numbers that are none, and for a model with recurrent layers."""
+        if self.config.recurrent is not None:
+            raise StartupError(f"{self.config.architecture} has recurrent layers, which take no adapters")
         loader = LoraLoader(
             self.config,
             self.dtype,
@@ -204,6 +220,7 @@ class Decoder:
         config = self.config
         # The one call knows the common layer only; what few families have stays in Python, layer by layer.
         is_plain = config.residual_scale == 1.0 and not config.qk_norm_spans_heads and self._query_scale is None
+        is_plain = is_plain and not config.attention_gate
         if self._first_norm is None or not is_plain or not DecoderPass.supports(self._layers):
             return None
         return DecoderPass(
@@ -216,25 +233,29 @@ class Decoder:
             activation=config.activation,
         )
 
-    def _layer_by_layer(self, residual_TE: Tensor, batch: ForwardBatch, pool: KVPool) -> Tensor:
+    def _layer_by_layer(
+        self, residual_TE: Tensor, batch: ForwardBatch, pool: KVPool, states: StatePool | None
+    ) -> Tensor:
         config = self.config
         eps, last = config.rms_norm_eps, config.num_layers - 1
 
         x_TE = residual_TE if self._first_norm is None else rms_norm(residual_TE, self._first_norm, eps)
 
         for index, layer in enumerate(self._layers):
-            keys, values = pool.layers[index]
-            query_THD = self._store_kv(x_TE, index, keys, values, batch)
-            if index == last and batch.logits_rows.numel() == 0:
+            wants_nothing = index == last and batch.logits_rows.numel() == 0
+            if layer.recurrent is None:
+                mixed_TE = self._attention(x_TE, index, batch, pool, wants_nothing=wants_nothing)
+            else:
+                assert states is not None and batch.states is not None, "recurrent layers need a pool of states"
+                mixed_TE = self._recurrence(x_TE, index, batch, batch.states, states)
+            if wants_nothing:
                 return residual_TE.new_empty((0, config.hidden_size))
-
-            attended_TE = self._attend(query_THD, layer, keys, values, batch).flatten(1)
             if index == last:  # from here on T is R
-                attended_TE = attended_TE.index_select(0, batch.logits_rows)
+                mixed_TE = mixed_TE.index_select(0, batch.logits_rows)
                 residual_TE = residual_TE.index_select(0, batch.logits_rows)
 
-            y_TE = linear(attended_TE, layer.output)
-            add_loras(y_TE, attended_TE, batch.loras, index, "output", wanted=index == last)
+            y_TE = linear(mixed_TE, layer.output)
+            add_loras(y_TE, mixed_TE, batch.loras, index, "output", wanted=index == last)
             if layer.attention_post_norm is not None:
                 y_TE = rms_norm(y_TE, layer.attention_post_norm, eps)
 
@@ -267,11 +288,48 @@ class Decoder:
             return total_TE, total_TE
         return rms_norm(y_TE, norm, self.config.rms_norm_eps, residual_TE)
 
-    def _store_kv(self, x_TE: Tensor, index: int, keys: Tensor, values: Tensor, batch: ForwardBatch) -> Tensor:
-        """Write a layer's keys and values of the batch's tokens; returns their queries, [T, H, D]."""
+    def _attention(self, x_TE: Tensor, index: int, batch: ForwardBatch, pool: KVPool, *, wants_nothing: bool) -> Tensor:
+        """Write a layer's keys and values of the batch's tokens; returns what its output projection reads, [T, H * D].
+        `wants_nothing`: no row's result is read, so none is computed."""
         config, layer = self.config, self._layers[index]
         qkv = linear(x_TE, layer.qkv)
         add_loras(qkv, x_TE, batch.loras, index, "qkv", wanted=False)
+        gate_TE = None
+        if config.attention_gate:
+            heads = config.num_heads * config.head_dim
+            qkv, gate_TE = qkv[:, :-heads], qkv[:, -heads:]
+        keys, values = pool.layers[self._kv_places[index]]
+        query_THD = self._store_kv(qkv, index, keys, values, batch)
+        if wants_nothing:
+            return x_TE
+        attended_TE = self._attend(query_THD, layer, keys, values, batch).flatten(1)
+        return attended_TE if gate_TE is None else _gated(attended_TE, gate_TE, "sigmoid")
+
+    def _recurrence(self, x_TE: Tensor, index: int, batch: ForwardBatch, use: StateUse, states: StatePool) -> Tensor:
+        """Take a recurrent layer's states over the batch's tokens; returns what its output projection reads."""
+        recurrent, layer = self.config.recurrent, self._layers[index]
+        assert recurrent is not None and layer.recurrent is not None
+        place, weights, heads = recurrent.layers.index(index), layer.recurrent, recurrent.num_value_heads
+        sizes = [recurrent.channels, heads * recurrent.value_dim, heads, heads]
+        qkv, gate, beta, step = torch.split(linear(x_TE, layer.qkv), sizes, dim=1)
+        mixed = short_conv(qkv, weights.conv, states.tails[place], batch.query_start, use, silu=True)
+        y = gated_delta(
+            mixed,
+            beta,
+            step,
+            weights.decay_rate,
+            weights.step_bias,
+            states.memories[place],
+            batch.query_start,
+            use,
+        )
+        # Each head's result has a norm of its own, before the gate.
+        normed = rms_norm(y.view(-1, recurrent.value_dim), weights.norm, self.config.rms_norm_eps).view_as(y)
+        return _gated(normed, gate, "silu")
+
+    def _store_kv(self, qkv: Tensor, index: int, keys: Tensor, values: Tensor, batch: ForwardBatch) -> Tensor:
+        """Write a layer's keys and values of the batch's tokens; returns their queries, [T, H, D]."""
+        config, layer = self.config, self._layers[index]
         q_norm, k_norm = layer.q_norm, layer.k_norm
         if config.qk_norm_spans_heads and q_norm is not None and k_norm is not None:
             # A norm over all heads cannot be done head by head in the kernel that rotates and stores.
@@ -314,6 +372,11 @@ class Decoder:
         )
 
 
+def _gated(x: Tensor, gate: Tensor, kind: str) -> Tensor:
+    """`x` times the gate's sigmoid or SiLU."""
+    return silu_and_mul(torch.cat((gate, x), dim=1), kind)
+
+
 class _Loader:
     """Turns named tensors into layers: converts, fuses q, k, v and gate, up, and packs, one layer at a time."""
 
@@ -354,9 +417,19 @@ class _Loader:
         config, prefix, norms = self._config, f"model.layers.{index}.", self._config.norms
         rope = config.rope_of_layer[index]
         is_last = index == config.num_layers - 1
+        recurrent = None
+        if config.recurrent is not None and index in config.recurrent.layers:
+            recurrent = self._gated_delta(f"{prefix}linear_attn.", config.recurrent)
+            parts = ("qkv", "z", "b", "a")
+            qkv = self._packed([f"{prefix}linear_attn.in_proj_{part}" for part in parts], bias=False)
+            output = self._packed([f"{prefix}linear_attn.out_proj"], bias=False)
+        else:
+            qkv = self._qkv(f"{prefix}self_attn.", rope)
+            output = self._packed([f"{prefix}self_attn.o_proj"], bias=config.attention_output_bias)
+        has_head_norms = config.qk_norm and recurrent is None
         return LayerWeights(
-            qkv=self._qkv(f"{prefix}self_attn.", rope),
-            output=self._packed([f"{prefix}self_attn.o_proj"], bias=config.attention_output_bias),
+            qkv=qkv,
+            output=output,
             mlp=self._mlp(prefix) if (of := config.experts_of_layer(index)) is None else self._experts(prefix, of),
             mlp_norm=self.optional_norm(prefix, norms.mlp),
             next_norm=(
@@ -366,11 +439,24 @@ class _Loader:
             ),
             attention_post_norm=self.optional_norm(prefix, norms.attention_post),
             mlp_post_norm=self.optional_norm(prefix, norms.mlp_post),
-            q_norm=self._head_norm(f"{prefix}self_attn.q_norm", rope) if config.qk_norm else None,
-            k_norm=self._head_norm(f"{prefix}self_attn.k_norm", rope) if config.qk_norm else None,
+            q_norm=self._head_norm(f"{prefix}self_attn.q_norm", rope) if has_head_norms else None,
+            k_norm=self._head_norm(f"{prefix}self_attn.k_norm", rope) if has_head_norms else None,
             cos_sin=self._cos_sin(rope),
             window=config.layer_windows[index],
             sinks=self._weights.tensor(f"{prefix}self_attn.sinks").float() if config.attention_sinks else None,
+            recurrent=recurrent,
+        )
+
+    def _gated_delta(self, prefix: str, recurrent: RecurrentConfig) -> GatedDeltaWeights:
+        """What a recurrent layer has between its projections. The norm there is stored as it multiplies."""
+        parts = (self._weights.tensor(f"{prefix}{name}").float() for name in ("A_log", "dt_bias", "norm.weight"))
+        rate, bias, norm = (part.to(self._device) for part in parts)
+        conv = self._weights.tensor(f"{prefix}conv1d.weight").float().to(self._device)
+        return GatedDeltaWeights(
+            conv=conv.view(recurrent.channels, recurrent.kernel_size).T.contiguous(),
+            decay_rate=rate.exp(),
+            step_bias=bias.clone(),
+            norm=norm.clone(),
         )
 
     def optional_norm(self, prefix: str, name: str | None) -> Tensor | None:
@@ -427,12 +513,21 @@ class _Loader:
         config = self._config
         names = [f"{prefix}qkv_proj"] if config.fused_qkv else [f"{prefix}{part}_proj" for part in ("q", "k", "v")]
         weight, bias = self._stacked(names, bias=config.attention_bias)
+        if config.attention_gate:
+            weight, bias = self._gates_last(weight), None if bias is None else self._gates_last(bias)
         # The rows are put in the kernels' order once here, instead of shuffling each query and key in each step.
         rows = _qkv_order(config, rope)
         if rows is None:
             return self.pack(weight, bias)
         rows = rows.to(self._device)
         return self.pack(weight[rows], None if bias is None else bias[rows])
+
+    def _gates_last(self, rows: Tensor) -> Tensor:
+        """Rows of q, k and v with the gate of each head behind its query, as queries, keys, values and then gates."""
+        heads, head_dim = self._config.num_heads, self._config.head_dim
+        query, rest = rows[: 2 * heads * head_dim], rows[2 * heads * head_dim :]
+        apart = query.view(heads, 2, head_dim, *rows.shape[1:])
+        return torch.cat((apart[:, 0].flatten(0, 1), rest, apart[:, 1].flatten(0, 1)))
 
     def _head_norm(self, name: str, rope: RopeConfig | None) -> Tensor:
         """A norm of q or k heads, in the order of the heads' rows."""
@@ -484,7 +579,7 @@ def _qkv_order(config: ModelConfig, rope: RopeConfig | None) -> Tensor | None:
         return None
     starts = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * config.head_dim
     rotated = (starts + order).flatten()
-    num_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    num_rows = ((1 + config.attention_gate) * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     return torch.cat((rotated, torch.arange(len(rotated), num_rows)))
 
 

@@ -25,9 +25,9 @@ ALIGNMENT = 4096
 
 
 class KVPool:
-    """Keys and values of `num_blocks` blocks of `block_size` token positions, for every layer.
+    """Keys and values of `num_blocks` blocks of `block_size` token positions, for every layer that keeps them.
 
-    The tensor is block-major, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]: a block is one
+    The tensor is block-major, [num_blocks, num_attention_layers, 2, num_kv_heads, block_size, head_dim]: a block is one
     contiguous run of `block_bytes` bytes, so exporting and importing blocks are plain copies, whatever the model.
     """
 
@@ -39,15 +39,17 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        num_layers = len(config.attention_layers)
+        shape = (num_blocks, num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = torch.device(device)
         self.data = (
-            _untouched(shape, dtype) if self.device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+            untouched(shape, dtype) if self.device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         )
         self.block_bytes = self.data.stride(0) * self.data.element_size()
-        self.layers = tuple((self.data[:, layer, 0], self.data[:, layer, 1]) for layer in range(config.num_layers))
+        self.layers = tuple((self.data[:, place, 0], self.data[:, place, 1]) for place in range(num_layers))
+        """Keys and values of each layer that keeps them, in the layers' order."""
 
     def export_blocks(self, block_ids: Sequence[int]) -> ByteArray:
         """The bytes of the given blocks one after the other: [len(block_ids) * block_bytes] uint8."""
@@ -71,7 +73,7 @@ class KVPool:
         self.data[target].copy_(self.data[source])
 
 
-def _untouched(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def untouched(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor of zeros in main memory whose pages the system provides at their first use.
 
     To touch them all beforehand takes about a second of processor time per GiB, for memory that may never be needed.

@@ -23,6 +23,8 @@ from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.lora import LoraRows
 from raydix.engine.model.sampler import sample_requests, score_tokens
 from raydix.engine.model.sizes import SCORED_ROWS
+from raydix.engine.model.state_pool import StatePool
+from raydix.kernels.states import NO_STATE, StateUse
 
 PLAIN = Sampling(max_tokens=1)
 """The wishes of a request that has none."""
@@ -53,7 +55,10 @@ class ModelRunner:
         kv_pool: KVPool,
         grammars: Grammars | None = None,
         adapters: AdapterStore | None = None,
+        states: StatePool | None = None,
     ) -> None:
+        """`states`: of a model with recurrent layers."""
+        self.states = states
         self.decoder = decoder
         self.kv_pool = kv_pool
         self.grammars = grammars
@@ -96,7 +101,9 @@ class ModelRunner:
         batch = build_batch(chunks, self.kv_pool.block_size, self.kv_pool.device)
         if self.adapters is not None and have_adapters(chunks):
             batch = replace(batch, loras=lora_rows(chunks, self.adapters, self.kv_pool.device))
-        return self.decoder.hidden(batch, self.kv_pool)
+        if self.states is not None:
+            batch = replace(batch, states=state_use(chunks))
+        return self.decoder.hidden(batch, self.kv_pool, self.states)
 
     def _score(self, hidden: Tensor, chunks: Sequence[ScheduledChunk]) -> dict[str, list[TokenLogprobs]]:
         """The scores of each chunk; `hidden` has the rows of all their scored positions, [num_scored, hidden_size]."""
@@ -252,6 +259,22 @@ def lay_out(
         logits_rows=upload(wanted_rows, torch.int64, device),
         max_query_len=max(len(part.token_ids) for part in parts),
     )
+
+
+def state_use(chunks: Sequence[ScheduledChunk]) -> StateUse:
+    """Lay out the recurrent states of one step. A made-up chunk begins its sequence, and leaves no state."""
+    sources: list[int] = []
+    rows: list[int] = []
+    slots: list[int] = []
+    first = 0
+    for chunk in chunks:
+        moves = chunk.states
+        sources.append(NO_STATE if moves is None or moves.source is None else moves.source)
+        for num_tokens, slot in () if moves is None else moves.writes:
+            rows.append(first + num_tokens - chunk.start - 1)
+            slots.append(slot)
+        first += chunk.num_tokens
+    return StateUse(*(torch.tensor(values, dtype=torch.int64) for values in (sources, rows, slots)))
 
 
 def have_adapters(chunks: Sequence[ScheduledChunk]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import Quantization
-from raydix.engine.model.config import ExpertsConfig, ModelConfig
+from raydix.engine.model.config import ExpertsConfig, ModelConfig, RecurrentConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of one number of each dtype that a model may compute in."""
@@ -18,6 +18,10 @@ LOGITS_BYTES = 3 * 4
 """Bytes of one logit while rows are sampled: in float32, adjusted, and for a ranking."""
 BLOCKS, SCALES = "_blocks", "_scales"
 """Endings of the two tensors of a weight in MXFP4: two numbers to a byte, and exponents."""
+STATE_SHARE = 0.5
+"""Share of a pool's memory that recurrent states may take."""
+MOST_SNAPSHOTS = 256
+"""Recurrent states beside those of running requests, at most."""
 MXFP4_COLUMNS = 32
 """Columns of one block."""
 _EMBEDDING = "model.embed_tokens.weight"
@@ -35,7 +39,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
 
-    attention = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+    # With a gate for each head the q projection has twice the rows.
+    attention = {"q_proj": (1 + config.attention_gate) * query_size, "k_proj": kv_size, "v_proj": kv_size}
     if config.fused_qkv:
         attention = {"qkv_proj": query_size + 2 * kv_size}
     mlp = {"gate_up_proj": 2 * inner} if config.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
@@ -51,20 +56,26 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     placed = config.norms.attention, config.norms.attention_post, config.norms.mlp, config.norms.mlp_post
     norms = {name: hidden for name in placed if name is not None}
+    head_norms: dict[str, int] = {}
     if config.qk_norm:
         of_query, of_key = (query_size, kv_size) if config.qk_norm_spans_heads else (config.head_dim, config.head_dim)
-        norms |= {"self_attn.q_norm": of_query, "self_attn.k_norm": of_key}
+        head_norms = {"self_attn.q_norm": of_query, "self_attn.k_norm": of_key}
 
+    attention_layers = config.attention_layers
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        projections = of_attention
+        projections, layer_norms = of_attention, norms | head_norms
+        if layer not in attention_layers:
+            assert config.recurrent is not None
+            shapes |= {f"{prefix}{name}": shape for name, shape in _recurrent_shapes(config.recurrent, hidden).items()}
+            projections, layer_norms = {}, norms
         if (experts := config.experts_of_layer(layer)) is None:
-            projections = of_attention | of_mlp
+            projections = projections | of_mlp
         else:
             shapes |= {f"{prefix}{name}": shape for name, shape in _expert_shapes(experts, hidden).items()}
         if config.attention_sinks:
             shapes[f"{prefix}self_attn.sinks"] = (config.num_heads,)
-        for name, size in norms.items():
+        for name, size in layer_norms.items():
             shapes[f"{prefix}{name}.weight"] = (size,)
         for name, (rows, columns, bias) in projections.items():
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
@@ -72,6 +83,22 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
 
     return shapes
+
+
+def _recurrent_shapes(recurrent: RecurrentConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of one recurrent layer, by their names below the layer."""
+    heads, values = recurrent.num_value_heads, recurrent.num_value_heads * recurrent.value_dim
+    return {
+        "linear_attn.in_proj_qkv.weight": (recurrent.channels, hidden),
+        "linear_attn.in_proj_z.weight": (values, hidden),
+        "linear_attn.in_proj_b.weight": (heads, hidden),
+        "linear_attn.in_proj_a.weight": (heads, hidden),
+        "linear_attn.conv1d.weight": (recurrent.channels, 1, recurrent.kernel_size),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.norm.weight": (recurrent.value_dim,),
+        "linear_attn.out_proj.weight": (hidden, values),
+    }
 
 
 def _expert_shapes(experts: ExpertsConfig, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -159,14 +186,46 @@ def step_bytes(config: ModelConfig, token_budget: int, max_requests: int) -> int
     inner = 3 * config.intermediate_size
     if config.experts is not None:  # what goes into each of a token's experts, and what comes out
         inner += config.experts.per_token * (2 * config.hidden_size + 3 * config.experts.intermediate_size)
-    widest = 4 * config.hidden_size + 2 * queries + keys + inner
+    mixed = (2 + config.attention_gate) * queries + keys
+    if (recurrent := config.recurrent) is not None:  # the projections, behind the convolution, and what comes out
+        values = recurrent.num_value_heads * recurrent.value_dim
+        mixed = max(mixed, 3 * recurrent.channels + 4 * values)
+    widest = 4 * config.hidden_size + mixed + inner
     rows = max(max_requests, SCORED_ROWS)
     return 4 * token_budget * widest + LOGITS_BYTES * rows * config.vocab_size
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
-    """Bytes of one block: keys and values of all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * DTYPE_BYTES[dtype]
+    """Bytes of one block: keys and values of all layers that keep them."""
+    return 2 * len(config.attention_layers) * config.num_kv_heads * config.head_dim * block_size * DTYPE_BYTES[dtype]
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Bytes of one state: what all recurrent layers keep of a sequence at one position, in float32. 0 for a model
+    without such layers."""
+    recurrent = config.recurrent
+    return 0 if recurrent is None else 4 * len(recurrent.layers) * (recurrent.delta_size + recurrent.tail_size)
+
+
+def num_states(config: ModelConfig, pool_bytes: int, max_requests: int) -> int:
+    """Recurrent states that a worker keeps in a pool of so many bytes: two for each running request, and snapshots. 0
+    for a model without recurrent layers."""
+    if config.recurrent is None:
+        return 0
+    most = 2 * max_requests + MOST_SNAPSHOTS
+    return min(most, int(STATE_SHARE * pool_bytes) // state_bytes(config))
+
+
+def kv_bytes(config: ModelConfig, pool_bytes: int, max_requests: int) -> int:
+    """Bytes of a pool that are left for keys and values beside recurrent states."""
+    return pool_bytes - num_states(config, pool_bytes, max_requests) * state_bytes(config)
+
+
+def pool_bytes_for(config: ModelConfig, kv: int) -> int:
+    """Bytes of a pool that has so many for keys and values in any case, and two recurrent states."""
+    if config.recurrent is None:
+        return kv
+    return int(max(kv / (1 - STATE_SHARE), kv + 2 * state_bytes(config) / STATE_SHARE))
 
 
 def pair_share(config: ModelConfig) -> float:
@@ -174,20 +233,29 @@ def pair_share(config: ModelConfig) -> float:
     matrices (`WorkerCosts.pair_share`). Layers with a window do not count: their work stops growing."""
     query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     num_products = 0  # for a token, in the matrices of all layers
+    attention_layers = config.attention_layers
     for layer in range(config.num_layers):
-        num_products += 2 * (query_size + kv_size) * config.hidden_size
+        if layer in attention_layers:
+            num_products += 2 * (query_size + kv_size) * config.hidden_size
+        elif (recurrent := config.recurrent) is not None:
+            values = recurrent.num_value_heads * recurrent.value_dim
+            num_products += (recurrent.channels + 2 * values) * config.hidden_size + 2 * recurrent.delta_size
         if (experts := config.experts_of_layer(layer)) is None:
             num_products += 3 * config.intermediate_size * config.hidden_size
         else:
             num_products += 3 * experts.per_token * experts.intermediate_size * config.hidden_size
-    num_unlimited = sum(window is None for window in config.layer_windows)
+    num_unlimited = sum(config.layer_windows[layer] is None for layer in attention_layers)
     # a product with the key, and one with the value
     return 2 * query_size * num_unlimited / num_products if num_products else 0.0
 
 
 def _is_redundant(name: str) -> bool:
-    """Tensors that old or tied checkpoints carry and that follow from others."""
-    return name == "lm_head.weight" or name.endswith(("rotary_emb.inv_freq", "self_attn.masked_bias"))
+    """Tensors that old or tied checkpoints carry and that follow from others, and layers that only draft (`mtp`)."""
+    return (
+        name == "lm_head.weight"
+        or name.startswith("mtp.")
+        or name.endswith(("rotary_emb.inv_freq", "self_attn.masked_bias"))
+    )
 
 
 def _named(names: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from raydix.kernels.experts import PackedExperts
 from raydix.kernels.linear import Layout, PackedLinear
 from raydix.kernels.silu_and_mul import KINDS
 
-__all__ = ["DecoderPass", "DenseMLP", "LayerWeights"]
+__all__ = ["DecoderPass", "DenseMLP", "GatedDeltaWeights", "LayerWeights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,26 @@ class DenseMLP:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedDeltaWeights:
+    """The weights of a recurrent layer between its projections, all float32."""
+
+    conv: Tensor
+    """[kernel_size, channels]."""
+    decay_rate: Tensor
+    """[num_value_heads]."""
+    step_bias: Tensor
+    """[num_value_heads]."""
+    norm: Tensor
+    """[value_dim]: of each head's result."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer's weights. Norm weights are float32 and have the family's offset in them."""
 
     qkv: PackedLinear
+    """The projections of a layer's input: queries, keys and values, and behind them the gates of the heads if there are
+    any; of a recurrent layer queries, keys, values, gates, and each head's shares and steps."""
     output: PackedLinear
     mlp: DenseMLP | PackedExperts
     mlp_norm: Tensor | None
@@ -44,6 +60,8 @@ class LayerWeights:
     window: int | None
     sinks: Tensor | None = None
     """[num_heads] float32: of each head the score of a key whose value is zero."""
+    recurrent: GatedDeltaWeights | None = None
+    """None: the layer has attention. A recurrent layer has no use for `q_norm`, `k_norm`, `cos_sin` and `window`."""
 
     def products(self) -> tuple[PackedLinear, ...]:
         return self.qkv, self.output, *self.mlp.products()
@@ -74,6 +92,8 @@ class DecoderPass:
     def supports(layers: tuple[LayerWeights, ...]) -> bool:
         """True if the C++ path computes every product itself, and has a norm before each."""
         # The C++ loop norms before each product; families that norm behind only go layer by layer in Python.
+        if any(layer.recurrent is not None for layer in layers):
+            return False
         has_norms = all(layer.mlp_norm is not None and layer.next_norm is not None for layer in layers)
         return has_norms and all(product.layout is Layout.PANELS for layer in layers for product in layer.products())
 

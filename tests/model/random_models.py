@@ -121,11 +121,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", {**EXPERTS, "head_dim": 32, "sliding_window": 24}),
     "glm": ("Glm", {"head_dim": 32}),
     "glm 4": ("Glm4", {"head_dim": 32}),
+    "qwen 3.5": (
+        "Qwen3_5",
+        {
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
     "gemma 3": ("Gemma3", {**GEMMA3, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
 }
 
 LAYER_BY_LAYER = {"granite", "olmo 2", "olmo 3", "exaone 4", "exaone 4 without windows", "ministral 3"}
-LAYER_BY_LAYER |= {"olmoe", "granite moe"}
+LAYER_BY_LAYER |= {"olmoe", "granite moe", "qwen 3.5"}
 """Cases with a part that the pass of all layers in one call does not know."""
 
 
@@ -135,7 +146,7 @@ def reference(case: str, folder: Path) -> tuple[list[int], torch.Tensor]:
     with quiet_transformers():
         import transformers
 
-        name = "Gemma3Text" if family == "Gemma3" else family
+        name = f"{family}Text" if family in ("Gemma3", "Qwen3_5") else family
         config = getattr(transformers, f"{name}Config")(**{**SMALL, **extra})
         torch.manual_seed(0)
         theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -12,9 +12,11 @@ from raydix.engine.core.settings import DraftLimits, SchedulerLimits
 from raydix.engine.core.types import Assignment
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.core.worker.states import States
 from raydix.engine.model.build import make_pool, make_runner
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.engine import Engine
+from raydix.engine.model.state_pool import StatePool
 from tests.model.logits import logits_in_chunks
 from tests.model.random_models import CASES, reference
 from tests.model.test_exactness import BLOCK_SIZE, assignment, run
@@ -23,16 +25,24 @@ from tests.skips import NO_PRODUCT
 PROMPT = tuple(torch.randint(1, 200, (70,), generator=torch.Generator().manual_seed(1)).tolist())
 OTHERS = {"alike": PROMPT[:50] + PROMPT[:9], **{f"other {at}": PROMPT[at : at + 20] for at in range(1, 5)}}
 NUM_TOKENS = 20
+NUM_STATES = 20
+"""Of a model with recurrent layers: for all requests below, and some to keep."""
 
 
 def make_engine(
-    decoder: Decoder, *, budget: int = 512, num_blocks: int = 100, drafter: Drafter | None = None
+    decoder: Decoder,
+    *,
+    budget: int = 512,
+    num_blocks: int = 100,
+    drafter: Drafter | None = None,
+    max_len: int = 100,
 ) -> Engine:
     store = make_pool(decoder.config, num_blocks, BLOCK_SIZE, torch.bfloat16, decoder.device)
     limits = SchedulerLimits(budget, 16)
-    runner = make_runner(decoder, store, limits)
-    pool = BlockPool(num_blocks, BLOCK_SIZE)
-    return Engine(runner, store, pool, limits, 100, "model", swap_bytes=0, drafter=drafter)
+    is_recurrent = decoder.config.recurrent is not None
+    runner = make_runner(decoder, store, limits, states=StatePool(decoder.config, NUM_STATES) if is_recurrent else None)
+    pool = BlockPool(num_blocks, BLOCK_SIZE, states=States(NUM_STATES) if is_recurrent else None)
+    return Engine(runner, store, pool, limits, max_len, "model", swap_bytes=0, drafter=drafter)
 
 
 def ask(name: str, prompt: Sequence[int] = PROMPT) -> Assignment:

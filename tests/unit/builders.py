@@ -115,12 +115,16 @@ class FakeModel:
         self.block_bytes = pool.block_size * KEY_BYTES
         self.swapped: dict[str, list[list[int]]] = {}
         """The keys of each block that is kept outside the pool."""
+        self.states = np.zeros(0 if pool.states is None else pool.states.num_slots, np.int64)
+        """What a recurrent layer would know behind a position: its key."""
         self._known: dict[str, tuple[BlockChain, list[int], list[int]]] = {}
         """The tokens of each request that were computed last, and their keys: a step adds few to a long sequence."""
 
     def run(self, output: SchedulerOutput) -> RunnerOutput:
         """Write, then attend and sample, as a batch does."""
         self._write(output)
+        if self.pool.states is not None:
+            self._go_on(output)
         return self._read(output)
 
     def check(self) -> None:
@@ -169,6 +173,25 @@ class FakeModel:
                 assert (block, offset) not in written, "two chunks write to one slot"
                 written.add((block, offset))
                 self.cells[block, offset] = keys[position]
+
+    def _go_on(self, output: SchedulerOutput) -> None:
+        """Take each request's state over its chunk, as a recurrent layer does."""
+        sources = {chunk.states.source for chunk in output.chunks if chunk.states is not None}
+        written: set[int] = set()
+        for chunk in output.chunks:
+            request, moves, keys = chunk.request, chunk.states, self._keys(chunk)
+            assert moves is not None, f"{request.request_id} has no state to go on from, nor one to write"
+            if moves.source is None:
+                assert chunk.start == 0, f"{request.request_id} goes on without a state"
+            else:
+                assert self.states[moves.source] == keys[chunk.start - 1], (
+                    f"{request.request_id} goes on from a state that is not its own"
+                )
+            for num_tokens, slot in moves.writes:
+                assert chunk.start < num_tokens <= chunk.start + chunk.num_tokens
+                assert slot not in sources and slot not in written, "a state is written that is read, or written twice"
+                written.add(slot)
+                self.states[slot] = keys[num_tokens - 1]
 
     def _read(self, output: SchedulerOutput) -> RunnerOutput:
         sampled, scores, sums, pooled = dict[str, Sequence[SampledToken]](), {}, {}, {}

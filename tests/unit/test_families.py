@@ -137,6 +137,20 @@ def test_biases_of_attention(name: str, has_bias: bool, has_output_bias: bool) -
     assert config_of({**SMALL, "model_type": name}).attention_bias == (name == "qwen2")
 
 
+def test_layers_of_qwen_3_5() -> None:
+    """All but every fourth are recurrent, unless the configuration names them."""
+    found = config_of({**SMALL, "model_type": "qwen3_5", "num_hidden_layers": 8})
+    assert found.recurrent is not None and found.recurrent.layers == (0, 1, 2, 4, 5, 6)
+    assert found.attention_layers == (3, 7) and found.rope.share == 0.25
+    kinds = ["full_attention", "linear_attention"] * 2
+    named = config_of({**SMALL, "model_type": "qwen3_5", "layer_types": kinds})
+    assert named.recurrent is not None and named.recurrent.layers == (1, 3)
+    with pytest.raises(StartupError, match="layer_types has 'sliding_attention'"):
+        config_of({**SMALL, "model_type": "qwen3_5", "layer_types": [*kinds[:3], "sliding_attention"]})
+    with pytest.raises(StartupError, match="3 heads of values cannot share 2 of keys"):
+        config_of({**SMALL, "model_type": "qwen3_5", "linear_num_value_heads": 3, "linear_num_key_heads": 2})
+
+
 def test_soft_caps_may_be_absent_or_null() -> None:
     caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     for name, expected in (("gemma", (None, None)), ("gemma2", (50.0, 30.0)), ("gemma3", (None, None))):

@@ -34,6 +34,7 @@ from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.idle import MAX_REQUESTS, SHARE
 from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.core.worker.states import States
 from raydix.engine.core.worker.step import (
     CopyBlock,
     ExportedBlocks,
@@ -102,6 +103,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.expected: dict[str, Expected] = {}
         self.contents: dict[BlockHash, list[int]] = {}
         self.num_idle = 0
+        self.told: set[BlockHash] = set()
+        """Blocks that the pool of a model with recurrent layers has told of."""
         self.exports: list[ExportedBlocks] = []
         self.under_way: tuple[SchedulerOutput, RunnerOutput] | None = None
 
@@ -117,6 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         keeps_blocks=st.sampled_from([True, True, False]),
         draft_seed=st.sampled_from([None, 1, 2, 3]),
         draft_token_s=st.sampled_from([0.0, 2e-4, 1e-3]),
+        num_states=st.sampled_from([None, None, 2, 3, 6, 20]),
     )
     def build(
         self,
@@ -131,10 +135,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         keeps_blocks: bool,
         draft_seed: int | None,
         draft_token_s: float,
+        num_states: int | None,
     ) -> None:
+        """`num_states`: of a model with recurrent layers, whose requests are served whole and never swapped."""
         self.chance = None if draft_seed is None else random.Random(draft_seed)
         self.public_prefix: tuple[int, ...] = public_prefix
-        self.pool = BlockPool(num_blocks, block_size, keeps_blocks=keeps_blocks)
+        states = None if num_states is None else States(num_states)
+        self.pool = BlockPool(num_blocks, block_size, keeps_blocks=keeps_blocks, states=states)
+        swap_blocks = 0 if states is not None else swap_blocks
         self.model = FakeModel(self.pool)
         self.limits = SchedulerLimits(token_budget, max_requests)
         self.max_model_len = max(2, num_blocks * block_size - spare)
@@ -172,6 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         tenant: str,
     ) -> None:
+        stage = self._possible(stage)
         prefix = [*self.public_prefix] if is_public else []
         if self.expected and not is_public:
             prefix = self._draw(data, self.expected).sequence
@@ -221,6 +230,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), stage=st.sampled_from(Stage), awaits=st.booleans(), is_overtaken=st.booleans())
     def submit_again(self, data: st.DataObject, stage: Stage, awaits: bool, is_overtaken: bool) -> None:
         """A higher attempt, with some of what was generated already; its handover may come before it."""
+        stage = self._possible(stage)
         known = self._draw(data, self.expected)
         num_generated = data.draw(st.integers(0, max(0, min(known.position, len(known.answer) - 1))))
         generated = known.answer[:num_generated]
@@ -419,8 +429,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             block = self.pool.lookup(block_hash)
             content = self.contents[block_hash]
             assert self.model.cells[block][: len(content)].tolist() == content, "a block is not what its hash says"
+        self._check_states()
 
     # Inside
+
+    def _check_states(self) -> None:
+        """Each snapshot is the state behind the block that names it, and what the pool tells of is of use."""
+        states = self.pool.states
+        if states is None:
+            return
+        hashes = states.hashes()
+        for block_hash in hashes:
+            assert self.pool.lookup(block_hash) is not None, "a snapshot without its KV"
+            num_blocks, slot = states.longest([block_hash])
+            if slot is not None:
+                assert num_blocks == 1 and self.model.states[slot] == self.contents[block_hash][-1]
+        came, gone = states.drain_journal()
+        self.told = (self.told | set(came)) - {block_hash for block_hash, _ in gone}
+        assert self.told == set(hashes), "the journal tells something else than what is there"
 
     def _live(self, stage: Stage | None = None) -> dict[str, Expected]:
         return {
@@ -428,6 +454,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             for request_id, known in self.expected.items()
             if known.is_live and stage in (None, known.assignment.stage)
         }
+
+    def _possible(self, stage: Stage) -> Stage:
+        return stage if self.pool.states is None else Stage.WHOLE
 
     def _draw(self, data: st.DataObject, among: dict[str, Expected]) -> Expected:
         return among[data.draw(st.sampled_from(list(among)))]

@@ -24,13 +24,13 @@ from raydix.configs.choose import ChosenConfiguration, Machine
 from raydix.configs.settings import engine_settings
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import GIB, SchedulerLimits
-from raydix.engine.model.build import pool_blocks, run_largest_step
+from raydix.engine.model.build import pool_sizes, run_largest_step
 from raydix.engine.model.config import ModelConfig
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.device_memory import SHARE, measured_pool_bytes
 from raydix.engine.model.families import config_of
 from raydix.engine.model.host_memory import host_memory
-from raydix.engine.model.sizes import kv_block_bytes, pair_share, step_bytes, weight_bytes
+from raydix.engine.model.sizes import kv_block_bytes, pair_share, state_bytes, step_bytes, weight_bytes
 from raydix.engine.model.weights import RandomTensors
 
 
@@ -131,6 +131,54 @@ def test_which_models_start_where() -> None:
     assert starts("SmolLM2-135M", MACHINES["8 GiB"])
 
 
+QWEN3_5 = model("qwen35", (248_320, 1024, 3584, 24, 8, 2, 256), 262_144, True, linear_num_value_heads=16)
+"""In the shape of the 0.8B."""
+
+
+def test_a_pool_with_recurrent_states_has_room_for_both() -> None:
+    config, choice = load_config("cpu_mixed"), MACHINES["16 GiB"]
+    sizes = size_up(config, QWEN3_5, choice)
+    assert sizes.pool_gib is not None and described(config, sizes, QWEN3_5, choice)
+    [section] = sized(config, sizes).workers.sections.values()
+    settings = engine_settings(sized(config, sizes), section)
+    num_blocks, num_slots = pool_sizes(QWEN3_5, settings, lambda: 0)
+    used = num_blocks * kv_block_bytes(QWEN3_5, 16, "bfloat16") + num_slots * state_bytes(QWEN3_5)
+    assert num_blocks * 16 >= sizes.max_model_len and num_slots >= 2
+    assert used <= sizes.pool_gib * GIB
+    assert state_bytes(QWEN3_5) == 18 * 4 * (16 * 128 * 128 + 3 * (2 * 16 * 128 + 16 * 128))
+
+
+@pytest.mark.parametrize("num_blocks", [1, 64, 10_000])
+def test_configured_blocks_have_recurrent_states_beside_them(num_blocks: int) -> None:
+    config = load_config("cpu_mixed")
+    [section] = config.workers.sections.values()
+    settings = replace(engine_settings(config, section), num_blocks=num_blocks, max_model_len=16 * num_blocks)
+    found, num_slots = pool_sizes(QWEN3_5, settings, lambda: 0)
+    assert found == num_blocks and num_slots >= 2
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "says"),
+    [
+        ("cpu", {}, "it runs on one mixed worker"),
+        ("cpu_mixed", {"workers": {"mixed": {"replicas": 2}}}, "it runs on one mixed worker"),
+        ("cpu_mixed", {"cache": {"disk_gib": 1.0}}, "set cache.disk_gib to 0"),
+        ("cpu_mixed", {"workers": {"mixed": {"device": "cuda"}}}, "run on CPUs only"),
+    ],
+)
+def test_states_stay_in_one_worker_on_a_cpu(config: str, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(StartupError, match=f"Qwen3_5ForCausalLM has recurrent layers, .*{says}"):
+        size_up(load_config(config, changes), QWEN3_5, MACHINES["64 GiB"])
+
+
+def test_a_chosen_configuration_has_one_worker_for_a_model_with_states() -> None:
+    machine = MACHINES["32 GiB, 8 cores"]
+    choice, config = chosen((), {}, machine, options=_no_options())
+    assert choice.config == "cpu"
+    choice, config, _ = fitting(choice, config, QWEN3_5, machine)
+    assert [*config.workers.sections] == ["mixed"] and "recurrent layers" in choice.reason
+
+
 def test_experts_count_with_all_their_weights_and_run_on_cpus_only() -> None:
     moe = model("qwen3moe", (151_936, 2048, 6144, 48, 32, 4, 128), 40_960, False)
     assert 30.4e9 < weight_bytes(moe, "bfloat16", None, on_gpu=False) / 2 < 30.7e9
@@ -205,11 +253,11 @@ def test_a_worker_that_nobody_sized_says_what_would_fit() -> None:
     [section] = config.workers.sections.values()
     settings = replace(engine_settings(config, section), pool_gib=None, num_blocks=None, max_model_len=None)
     with pytest.raises(StartupError, match=r"it needs a pool of 4\.38 GiB, or set model\.max_model_len to 9360$"):
-        pool_blocks(described_model, settings, lambda: GIB)
-    assert pool_blocks(described_model, replace(settings, max_model_len=9360), lambda: GIB) == 9360 // 16
-    assert pool_blocks(described_model, settings, lambda: int(4.38 * GIB)) * 16 >= 40_960
+        pool_sizes(described_model, settings, lambda: GIB)
+    assert pool_sizes(described_model, replace(settings, max_model_len=9360), lambda: GIB)[0] == 9360 // 16
+    assert pool_sizes(described_model, settings, lambda: int(4.38 * GIB))[0] * 16 >= 40_960
     with pytest.raises(StartupError, match=r"holds 0 tokens, .* it needs a pool of 4\.38 GiB$"):
-        pool_blocks(described_model, settings, lambda: 0)
+        pool_sizes(described_model, settings, lambda: 0)
 
 
 def test_more_than_the_context_is_refused() -> None:

@@ -6,6 +6,9 @@
 | cached | none | a sealed block: a later request can use it, the next allocation may evict it |
 | free | none | none |
 
+For a model with recurrent layers a block is of use only together with a snapshot of their states at or behind its end
+(`states`). The pool tells of such blocks only, and a snapshot goes with the first block on its way.
+
 A block gets its hash (is *sealed*) only after the forward pass or the import that filled it. The eviction queue chooses
 the cached block to evict: a leaf of the prefix tree, of the least worth by the queue's ranking.
 """
@@ -20,6 +23,7 @@ from raydix.engine.core.eviction.ranking import LeastRecent
 from raydix.engine.core.settings import EngineSettings
 from raydix.engine.core.tenants import quotas
 from raydix.engine.core.types import DEFAULT_RETENTION, BlockHash, EvictionReason, FinishReason, Retention
+from raydix.engine.core.worker.states import States
 
 
 class OutOfBlocksError(Exception):
@@ -46,10 +50,12 @@ class BlockPool:
         queue: EvictionQueue[BlockHash] | None = None,
         *,
         keeps_blocks: bool = True,
+        states: States | None = None,
     ) -> None:
         """`keeps_blocks`: False forgets the blocks of a request on release; names then serve hand-overs only, and are
-        not reported."""
+        not reported. `states`: of a model with recurrent layers."""
         assert num_blocks > 0 and block_size > 0
+        self.states = states
         self.keeps_blocks = keeps_blocks
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -120,8 +126,8 @@ class BlockPool:
         return self._ref_counts[block] > 1
 
     def hashes(self) -> list[BlockHash]:
-        """Every hash in the pool, for a manager that knows nothing yet."""
-        return list(self._by_hash)
+        """Every hash in the pool that spares computing, for a manager that knows nothing yet."""
+        return list(self._by_hash) if self.states is None else self.states.hashes()
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Hold blocks that are held or cached already."""
@@ -234,7 +240,7 @@ class BlockPool:
         if block_hash not in self._by_hash:
             self._hashes[block] = block_hash
             self._by_hash[block_hash] = block
-            if self.keeps_blocks:
+            if self.keeps_blocks and self.states is None:
                 self._sealed_journal.append(block_hash)
 
             self._contents[block] = content
@@ -262,6 +268,8 @@ class BlockPool:
     def drain_journal(self) -> tuple[list[BlockHash], list[tuple[BlockHash, EvictionReason]]]:
         """Hashes sealed and hashes evicted since the last call. A hash of both counts as evicted if it is absent
         now."""
+        if self.states is not None:
+            return self.states.drain_journal()
         # A hash may have come, gone and come again: only where it is now counts.
         sealed = [block_hash for block_hash in self._sealed_journal if block_hash in self._by_hash]
         evicted = [gone for gone in self._evicted_journal if gone[0] not in self._by_hash]
@@ -317,7 +325,9 @@ class BlockPool:
         block_hash = self._name(block)
         del self._by_hash[block_hash]
         self._hashes[block] = None
-        if self.keeps_blocks:
+        if self.states is not None:
+            self.states.block_gone(block_hash, reason)
+        elif self.keeps_blocks:
             self._evicted_journal.append((block_hash, reason))
         content, self._contents[block] = self._contents[block], None
         if content is not None and self._by_beginning.get(key := (content.parent, content.token_ids[0])) == block:
@@ -330,7 +340,7 @@ class BlockPool:
         return block_hash
 
 
-def pool_of(settings: EngineSettings, num_blocks: int) -> BlockPool:
-    """The empty pool of an engine with these settings."""
+def pool_of(settings: EngineSettings, num_blocks: int, states: States | None = None) -> BlockPool:
+    """The empty pool of an engine with these settings; `states` as `BlockPool` takes them."""
     queue: EvictionQueue[BlockHash] = make_queue(settings.eviction, quotas(settings.tenants, num_blocks), num_blocks)
-    return BlockPool(num_blocks, settings.block_size, queue, keeps_blocks=settings.prefix_caching)
+    return BlockPool(num_blocks, settings.block_size, queue, keeps_blocks=settings.prefix_caching, states=states)

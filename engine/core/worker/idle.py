@@ -56,8 +56,9 @@ class IdleWork:
         return iter(self._queue)
 
     def add(self, request: Request, now: float) -> None:
-        """Add a request. The oldest is dropped above the limit; all are where no step could compute a block."""
-        if self.token_budget < self._pool.block_size:
+        """Add a request. The oldest is dropped above the limit; all are where no step could compute a block, and where
+        the model has recurrent states: between steps idle work holds nothing, so it could not go on from them."""
+        if self.token_budget < self._pool.block_size or self._pool.states is not None:
             self.counts.num_dropped += 1
             return
         if len(self._queue) >= MAX_REQUESTS:

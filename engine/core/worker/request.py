@@ -31,7 +31,7 @@ class Swapped:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The mutable state of an assignment. Only the scheduler and its parts write to the fields, but `suffixes`, the
+    """The mutable record of an assignment. Only the scheduler and its parts write to the fields, but `suffixes`, the
     drafter's.
 
     | positions | their KV |
@@ -88,6 +88,12 @@ class Request:
     """KV kept outside the pool, from a preemption until it is back in `blocks`."""
     is_named: bool = True
     """True if the full blocks get names, so that other requests can find them."""
+    state: int | None = None
+    """Slot of the recurrent state behind `num_computed`; None at the beginning, and for a model without such states."""
+    parted_at: int | None = None
+    """Number of blocks after which the prompt parts from what the pool had, if the last snapshot lies before."""
+    rolling: BlockHash | None = None
+    """The request's own last snapshot, if it stays only until the next one."""
     suffixes: Suffixes | None = None
     """Earlier places of the last tokens, if drafts are made of these."""
     submitted_at: float = 0.0

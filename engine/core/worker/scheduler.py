@@ -29,6 +29,7 @@ like any other, but starts at the first position that is missing in these: share
 | `swaps` | the moves of a step, contents kept outside the pool |
 | `transfers` | blocks that enter and leave in segments |
 | `drafting` | blocks of drafts |
+| `snapshots` | recurrent states, of models that have them |
 | `prompt_results` | stored log-probabilities and sums of hidden states |
 | `idle` | requests computed ahead |
 | `virtual_time` | computing by tenant |
@@ -54,6 +55,7 @@ from raydix.engine.core.worker.imports import EarlyMessages, Imports, is_ready
 from raydix.engine.core.worker.order import rank, share_budget, start_order, weigh_contexts
 from raydix.engine.core.worker.prompt_results import PromptResults
 from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.snapshots import Snapshots
 from raydix.engine.core.worker.step import (
     ExportedBlocks,
     RunnerOutput,
@@ -105,6 +107,8 @@ class Scheduler:
         self._contents = Contents(pool, self.swaps)
         self.transfers = Transfers(pool, self.requests)
         self.drafting = Drafting(pool, self.swap_policy, limits.token_budget, max_model_len)
+        self.snapshots = None if pool.states is None else Snapshots(pool, pool.states)
+        assert self.snapshots is None or self.swap_policy.max_blocks == 0, "states are not kept outside their pool"
 
     # Requests
 
@@ -169,6 +173,8 @@ class Scheduler:
 
     def schedule(self, now: float, drafts: Sequence[Draft] = ()) -> SchedulerOutput:
         """Choose the next step's chunks, and allocate their blocks. `drafts`: guesses of decoding requests' tokens."""
+        if self.snapshots is not None:
+            self.snapshots.forget_wishes()
         preempted: list[str] = []
         chunks: list[ScheduledChunk] = []
 
@@ -205,6 +211,8 @@ class Scheduler:
         if not preempted:
             chunks = self.drafting.add(chunks, drafts, budget, self._room, now)
             chunks += self._idle_chunks(chunks, now)
+        if self.snapshots is not None:
+            chunks = self.snapshots.plan(chunks)
 
         moves = self.swaps.take_moves()
         for move in moves:
@@ -245,6 +253,8 @@ class Scheduler:
             new = events_of(chunk, sampled, self.max_model_len)
             self.drafting.accept(chunk, sampled, new, now)
             first_new = self._contents.seal_full_blocks(request, now)
+            if self.snapshots is not None and chunk.states is not None:
+                self.snapshots.computed(request, chunk.states)
             self.imports.arrived(request.hashes[first_new : request.num_sealed], now)
             if request.assignment.is_idle:
                 self.idle.computed(request, chunk.num_tokens, now)
@@ -277,6 +287,8 @@ class Scheduler:
                 self._remove(request, now, has_ended=True)
                 finished.append(request)
 
+        if self.snapshots is not None:
+            self.snapshots.end_step()
         return StepOutcome(
             scores=tuple(scores),
             events=tuple(events),
@@ -305,6 +317,8 @@ class Scheduler:
         assert all(owner.request_id in self.running for owner in self._contents.computing.values())
         assert all(request.swapped is None or request in self.preempted for request in places)
         assert num_swapped_blocks(self.preempted) <= self.swap_policy.max_blocks
+        if self.snapshots is not None:
+            self.snapshots.check_integrity(self.running.values())
         self.prompt_results.check_integrity()
         self._time.check_integrity(places)
 
@@ -341,12 +355,27 @@ class Scheduler:
             if not is_ready(request, now):
                 continue
             matched = self.pool.match(request.full_hashes())
-            # A running prefill is about to fill the next block: waiting costs less than computing it twice.
-            if request.swapped is None and self._contents.is_being_computed(request, len(matched)):
+            # A running request is about to compute what this one needs: waiting costs less than computing it twice.
+            if request.swapped is None and self._is_better_later(request, matched):
                 if queue is self.preempted:
                     held_up[request.tenant] = request.assignment.priority
                 continue
             yield queue, request, matched
+
+    def _is_better_later(self, request: Request, matched: Sequence[int]) -> bool:
+        """True if a running prefill is about to fill the next block behind `matched`, or to take a snapshot there."""
+        is_being_computed = self._contents.is_being_computed(request, len(matched))
+        if self.snapshots is None:
+            return is_being_computed
+        if is_being_computed:
+            self.snapshots.want(request, self._contents.computing)
+        return is_being_computed or self.snapshots.is_coming(request, len(matched))
+
+    @property
+    def _most_running(self) -> int:
+        """Requests that may run at the same time."""
+        most = self.limits.max_requests
+        return most if self.snapshots is None else min(most, self.snapshots.most_requests)
 
     def _num_taken(self, request: Request, matched: Sequence[int]) -> int:
         """Blocks by which the room shrinks when a request starts: matched ones without a holder, and new ones."""
@@ -354,7 +383,7 @@ class Scheduler:
 
     def _admit(self, now: float) -> None:
         """Start requests while there are places and their blocks fit."""
-        if len(self.running) >= self.limits.max_requests:
+        if len(self.running) >= self._most_running:
             return
         room = self._room()
         turns = self._time.turns(self.running.values(), self.swap_policy.costs)
@@ -369,7 +398,7 @@ class Scheduler:
             self._start(request, matched, now)
             if turns is not None:
                 turns.started(request)
-            if len(self.running) >= self.limits.max_requests:
+            if len(self.running) >= self._most_running:
                 return
 
     def _give_back(self, preempted: list[str], now: float) -> None:
@@ -383,7 +412,7 @@ class Scheduler:
             return
         _, request, matched = next(self._startable(turns, now), (None, None, ()))
         while request is not None and len(self.running) > 1:
-            has_place = len(self.running) < self.limits.max_requests
+            has_place = len(self.running) < self._most_running
             # The request starts without anybody giving way.
             if has_place and self._num_taken(request, matched) <= self._room():
                 return
@@ -426,13 +455,18 @@ class Scheduler:
 
         # KV from the cache, from outside the pool, from a handover, or from a similar block.
         request.begin_with(matched)
-        if not self.swaps.swap_in(request, now):
+        if self.snapshots is not None:  # states are kept at ends of blocks, and in this worker's pool only
+            self.snapshots.begin(request)
+        elif not self.swaps.swap_in(request, now):
             self._contents.take_tail(request)
             self._contents.copy_beginning(request, now)
         self._contents.begin(request, len(matched))
 
         request.note_start(now)
+        num_computed = request.num_computed
         self.prompt_results.take(request)
+        if self.snapshots is not None and request.num_computed < num_computed:
+            self.snapshots.begin(request)
         request.is_named = self.pool.keeps_blocks or request.assignment.stage is Stage.PREFILL
         self.running[request.request_id] = request
 
@@ -482,6 +516,8 @@ class Scheduler:
         """Release the request's blocks. Eviction learns from the end of a request only."""
         del self.running[request.request_id]
         self._contents.end(request)
+        if self.snapshots is not None:
+            self.snapshots.end(request)
         blocks, retention, marked = request.give_up_blocks(), request.retention(now), request.marked(now)
         if has_ended:
             self.pool.retire(blocks, now, retention, marked, request.stop)

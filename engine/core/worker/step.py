@@ -58,6 +58,16 @@ Move: TypeAlias = CopyBlock | SwapOut | SwapIn | SwapDrop
 
 
 @dataclass(frozen=True, slots=True)
+class StateMoves:
+    """The recurrent states that a chunk reads and writes, as slots."""
+
+    source: int | None
+    """State behind the positions before the chunk; None: the chunk begins the sequence."""
+    writes: tuple[tuple[int, int], ...]
+    """Numbers of positions, ascending, each with the slot for the state behind so many."""
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledChunk:
     """Consecutive positions of one request to compute in this step."""
 
@@ -76,6 +86,8 @@ class ScheduledChunk:
     """Guessed tokens behind the request's last one: the last positions of the chunk, one more row of logits each."""
     draft_source: DraftSource | None = None
     """Origin of the draft, if there is one."""
+    states: StateMoves | None = None
+    """None: the model has no recurrent states."""
 
     @property
     def ends_pooled(self) -> bool:

@@ -59,6 +59,9 @@ class Transfers:
         A segment is kept as a whole, so its blocks have one tenant and one priority, and all expire, with the last of
         them, or none does.
         """
+        # Without the recurrent states, which stay in this worker, another one could not go on from its blocks.
+        if self._pool.states is not None:
+            return [], tuple(hashes)
         missing: list[BlockHash] = []
         alike: dict[tuple[str, int, bool], list[tuple[BlockHash, int, Retention]]] = {}
         for block_hash in dict.fromkeys(hashes):

@@ -17,12 +17,12 @@ from raydix.engine.model.families.granite import GRANITE, GRANITE_MOE
 from raydix.engine.model.families.llama import ERNIE4_5, EXAONE4, GLM, GLM4, HELIUM, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from raydix.engine.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
 from raydix.engine.model.families.olmo import OLMO2, OLMO3, OLMOE
-from raydix.engine.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from raydix.engine.model.families.qwen import QWEN2, QWEN3, QWEN3_5, QWEN3_MOE
 from raydix.engine.model.families.refused import missing_for
 
 _ALL = (
     *(LLAMA, MISTRAL, MINISTRAL),
-    *(QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3),
+    *(QWEN2, QWEN3, QWEN3_5, GEMMA, GEMMA2, GEMMA3),
     *(PHI3, SMOLLM3, GLM, GLM4, HELIUM, ERNIE4_5, SEED_OSS),
     *(GRANITE, OLMO2, OLMO3, EXAONE4, MINISTRAL3),
     *(QWEN3_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GPT_OSS),

@@ -76,3 +76,8 @@ class Family:
     def has_experts(self) -> bool:
         """True if its layers are mixtures of experts."""
         return "num_experts" in self.defaults
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if some of its layers keep a recurrent state."""
+        return "linear_num_value_heads" in self.defaults

@@ -1,8 +1,8 @@
-"""Qwen 2 and 3, and Qwen 3 with experts."""
+"""Qwen 2 and 3, Qwen 3 with experts, and Qwen 3.5."""
 
 from dataclasses import replace
 
-from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.config import ModelConfig, RecurrentConfig
 from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.parts import decoder, experts_of, layer_windows
 
@@ -80,3 +80,63 @@ QWEN3_MOE = Family(
     describe=_qwen3_moe,
 )
 """Qwen 3 with experts: 128 small ones, of which each token takes 8."""
+
+
+def recurrent_layers(settings: Settings) -> tuple[int, ...]:
+    """Indices of the layers that `layer_types` calls linear attention; without this key all but every fourth one, or
+    another one by `full_attention_interval`."""
+    num_layers, interval = int(settings["num_hidden_layers"]), int(settings["full_attention_interval"])
+    kinds = settings.get("layer_types") or [
+        "linear_attention" if (index + 1) % interval else "full_attention" for index in range(num_layers)
+    ]
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types names {len(kinds)} layers of {num_layers}")
+    if unknown := set(kinds) - {"full_attention", "linear_attention"}:
+        raise ValueError(f"layer_types has {sorted(unknown)[0]!r}")
+    return tuple(index for index, kind in enumerate(kinds) if kind == "linear_attention")
+
+
+def _qwen3_5(settings: Settings) -> ModelConfig:
+    layers = recurrent_layers(settings)
+    num_key_heads, num_value_heads = (int(settings[f"linear_num_{each}_heads"]) for each in ("key", "value"))
+    if num_value_heads % num_key_heads:
+        raise ValueError(f"{num_value_heads} heads of values cannot share {num_key_heads} of keys")
+    recurrent = RecurrentConfig(
+        layers=layers,
+        kernel_size=int(settings["linear_conv_kernel_dim"]),
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_dim=int(settings["linear_key_head_dim"]),
+        value_dim=int(settings["linear_value_head_dim"]),
+    )
+    return replace(
+        decoder(settings),
+        qk_norm=True,
+        norm_offset=1.0,
+        attention_gate=True,
+        recurrent=recurrent if layers else None,
+    )
+
+
+QWEN3_5 = Family(
+    model_type="qwen35",
+    architecture="Qwen3_5ForCausalLM",
+    title="Qwen 3.5, dense",
+    sizes={"0.8B": 0.8, "2B": 2.0, "4B": 4.0, "9B": 9.0, "27B": 27.0},
+    also=("Qwen3_5ForConditionalGeneration",),
+    defaults={
+        "head_dim": 256,
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 4,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    describe=_qwen3_5,
+)
+"""Qwen 3.5: of four layers three have a recurrent state (gated DeltaNet), the others attention behind a gate. Norms
+store one less than what they multiply by, except the one behind the recurrence."""

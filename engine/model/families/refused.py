@@ -17,9 +17,9 @@ class Refused:
 REFUSED = (
     Refused("DeepSeek V2 and V3, Kimi K2", ("DeepseekV2", "DeepseekV3"), "attention through a latent (MLA)"),
     Refused(
-        "Qwen 3 Next, Qwen 3.5 and 3.6",
-        ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"),
-        "layers with a recurrent state (gated DeltaNet)",
+        "Qwen 3 Next, Qwen 3.5 and 3.6 MoE",
+        ("Qwen3Next", "Qwen3_5Moe"),
+        "an expert for every token behind a gate of its own, beside layers with a recurrent state (gated DeltaNet)",
     ),
     Refused("LFM 2", ("Lfm2", "Lfm2Moe"), "layers with short convolutions"),
     Refused(

@@ -1,0 +1,225 @@
+"""The recurrent states of requests: where each goes on from, which states a step writes, and which stay as snapshots.
+
+Snapshots are taken where somebody will want to go on:
+
+| position | for |
+|---|---|
+| the last full block before a prompt's last token | the same prompt again |
+| the last full block of a request, moving on with it | its next turn, and itself after a preemption |
+| the end of the public prefix, and of cache marks | prompts with the same beginning |
+| the block where the request's prompt parts from what the pool has | the next one that parts there |
+| the block where a waiting request's prompt parts from one that is computed | the waiting one |
+
+A step writes the state behind a row wherever such a position lies within a chunk, so chunks are not cut there. Of a
+drafted chunk it writes the state behind every row, of which the one behind the last accepted token stays: a rejected
+token has left no trace in it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from raydix.engine.core.types import BlockHash, EvictionReason
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.states import States
+from raydix.engine.core.worker.step import ScheduledChunk, StateMoves
+
+
+class Snapshots:
+    """Owner of `state`, `parted_at` and `rolling` of a worker's requests, and of the slots that a step writes."""
+
+    def __init__(self, pool: BlockPool, states: States) -> None:
+        self._pool = pool
+        self._states = states
+        self._written: list[int] = []
+        """Slots that the step under way writes, each held once."""
+        self._wanted: set[BlockHash] = set()
+        """Blocks at whose end a waiting request would go on."""
+        self._coming: dict[BlockHash, Request] = {}
+        """Snapshots that a running request will take behind blocks that are in the pool."""
+        self._rolling: dict[BlockHash, Request] = {}
+        """Snapshots that go when the running request that took them takes the next one."""
+
+    @property
+    def most_requests(self) -> int:
+        """Requests that may run at the same time: each reads a state and writes another in one step."""
+        return self._states.num_slots // 2
+
+    # Start and end of running
+
+    def is_coming(self, request: Request, num_matched: int) -> bool:
+        """True if a running request is about to take a snapshot from which a waiting one, with so many blocks in the
+        pool, would go on further than it could now."""
+        hashes = request.full_hashes()[: _num_usable(request, num_matched)]
+        num_known, _ = self._states.longest(hashes)
+        return any(block_hash in self._coming for block_hash in hashes[num_known:])
+
+    def want(self, request: Request, computing: Mapping[BlockHash, Request]) -> None:
+        """Ask for a snapshot where the prompt of a waiting request parts from those that are being `computing`."""
+        hashes = request.full_hashes()[: _num_usable(request, len(request.hashes))]
+        behind = [block_hash for block_hash in hashes if block_hash in computing]
+        if behind:
+            self._wanted.add(behind[-1])
+
+    def begin(self, request: Request) -> None:
+        """Go on from the last snapshot before `num_computed`; without one from the beginning."""
+        self.end(request)
+        hashes = request.full_hashes()[: request.num_computed // request.block_size]
+        num_blocks, slot = self._states.longest(hashes)
+        request.num_computed = num_blocks * request.block_size
+        if slot is not None:
+            self._states.hold(slot)
+            request.state = slot
+            # Somebody goes on from there, so it stays when the request that took it moves on.
+            self._rolling.pop(hashes[num_blocks - 1], None)
+        # What the pool has behind the snapshot is computed again, not to be stored: whoever parts there, too, shall
+        # find a snapshot.
+        num_usable = _num_usable(request, request.num_shared // request.block_size)
+        if num_usable > num_blocks:
+            request.parted_at = num_usable
+            self._coming.setdefault(request.full_hashes()[num_usable - 1], request)
+
+    def end(self, request: Request) -> None:
+        """Release the state of a request that stops running; its snapshots stay."""
+        if request.state is not None:
+            self._states.release(request.state)
+            request.state = None
+        self._has_come(request)
+        if request.rolling is not None and self._rolling.get(request.rolling) is request:
+            del self._rolling[request.rolling]
+        request.rolling = None
+
+    # A step
+
+    def forget_wishes(self) -> None:
+        """Begin a step: waiting requests ask anew. What a step that failed had written is dropped."""
+        self._wanted.clear()
+        self._drop_written()
+
+    def plan(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
+        """The chunks of a step with the states that they read and write; a draft is cut to the states that are
+        there."""
+        # First what every chunk needs, then what is worth keeping as far as there are slots.
+        ends = [self._take() for _ in chunks]
+        planned = []
+        for chunk, slot in zip(chunks, ends, strict=True):
+            assert slot is not None, "more requests run than there are states for"
+            planned.append(self._with_drafts(chunk, slot) if chunk.draft else self._with_snapshots(chunk, slot))
+        return planned
+
+    def computed(self, request: Request, moves: StateMoves) -> None:
+        """Take over the state behind `num_computed`, and keep snapshots of what the step passed."""
+        written = dict(moves.writes)
+        slot = written[request.num_computed]
+        self._states.hold(slot)
+        if request.state is not None:
+            self._states.release(request.state)
+        request.state = slot
+        passed = [at for at in written if at % request.block_size == 0 and at <= request.num_computed]
+        if not passed or not request.is_named or not self._pool.keeps_blocks:
+            return
+        stay = self._places(request)
+        for position in passed:
+            self._keep(request, written[position], position // request.block_size, stays=position in stay)
+        if request.parted_at is not None and request.parted_at * request.block_size <= request.num_computed:
+            self._has_come(request)
+
+    def end_step(self) -> None:
+        """Release the slots of a step whose states nobody kept."""
+        self._drop_written()
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        """Assert that each running request has the state behind its computed positions, and that nothing else is
+        held."""
+        requests = list(running)
+        for request in requests:
+            assert (request.state is None) == (request.num_computed == 0)
+        held = [request.state for request in requests if request.state is not None]
+        self._states.check_integrity([*held, *self._written])
+        assert all(request in requests for request in (*self._coming.values(), *self._rolling.values()))
+
+    def _keep(self, request: Request, slot: int, num_blocks: int, *, stays: bool) -> None:
+        """Make the state behind a request's first blocks a snapshot; unless it `stays`, until the next one."""
+        path = request.full_hashes()[:num_blocks]
+        # A block that was computed beside another request's of the same name, which has gone since.
+        if any(self._pool.lookup(block_hash) is None for block_hash in path):
+            return
+        name = path[-1]
+        is_new = self._states.keep(slot, path)
+        if request.rolling is not None and self._rolling.get(request.rolling) is request and request.rolling != name:
+            del self._rolling[request.rolling]
+            if self._states.has(request.rolling):
+                self._states.drop(request.rolling, EvictionReason.TAKEN)
+        request.rolling = None
+        if stays:
+            self._rolling.pop(name, None)
+        elif is_new:
+            request.rolling = name
+            self._rolling[name] = request
+
+    def _has_come(self, request: Request) -> None:
+        """Nobody need wait any longer for the snapshot where a request's prompt parts from the pool's."""
+        if request.parted_at is not None:
+            name = request.hashes[request.parted_at - 1]
+            if self._coming.get(name) is request:
+                del self._coming[name]
+            request.parted_at = None
+
+    def _with_drafts(self, chunk: ScheduledChunk, slot: int) -> ScheduledChunk:
+        """A drafted chunk with the state behind each row, its draft cut where there are no more free slots."""
+        first = chunk.start + chunk.num_tokens - len(chunk.draft)
+        writes = [(first, slot)]
+        for position in range(first + 1, first + len(chunk.draft) + 1):
+            if (more := self._take(may_drop=False)) is None:
+                break
+            writes.append((position, more))
+        num_drafted = len(writes) - 1
+        return replace(
+            chunk,
+            num_tokens=chunk.num_tokens - len(chunk.draft) + num_drafted,
+            draft=chunk.draft[:num_drafted],
+            states=StateMoves(chunk.request.state, tuple(writes)),
+        )
+
+    def _with_snapshots(self, chunk: ScheduledChunk, slot: int) -> ScheduledChunk:
+        request, end = chunk.request, chunk.start + chunk.num_tokens
+        writes = [(end, slot)]
+        # Within a chunk of one token, as most are, lies no position but its end.
+        if chunk.num_tokens > 1 and request.is_named and self._pool.keeps_blocks:
+            last = end // request.block_size * request.block_size
+            # The last one first: it is of most use where there is one slot left.
+            for position in sorted({*self._places(request), last}, reverse=True):
+                if chunk.start < position < end and (more := self._take()) is not None:
+                    writes.append((position, more))
+        return replace(chunk, states=StateMoves(request.state, tuple(sorted(writes))))
+
+    def _places(self, request: Request) -> set[int]:
+        """Positions at ends of blocks at which this request's snapshots stay."""
+        assignment, block_size = request.assignment, request.block_size
+        num_blocks = {
+            (assignment.num_prompt_tokens - 1) // block_size,
+            request.chain.num_public_blocks,
+            *(mark.num_blocks for mark in assignment.cache.marks),
+        }
+        if request.parted_at is not None:
+            num_blocks.add(request.parted_at)
+        if self._wanted:
+            wanted = self._wanted
+            num_blocks |= {number for number, block_hash in enumerate(request.hashes, 1) if block_hash in wanted}
+        return {number * block_size for number in num_blocks if number <= len(request.hashes)}
+
+    def _take(self, *, may_drop: bool = True) -> int | None:
+        slot = self._states.allocate(may_drop=may_drop)
+        if slot is not None:
+            self._written.append(slot)
+        return slot
+
+    def _drop_written(self) -> None:
+        written, self._written = self._written, []
+        for slot in written:
+            self._states.release(slot)
+
+
+def _num_usable(request: Request, num_blocks: int) -> int:
+    """Of so many blocks those behind which a request may go on: the last token is computed in any case."""
+    return min(num_blocks, (len(request.token_ids) - 1) // request.block_size)

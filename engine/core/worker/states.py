@@ -1,0 +1,164 @@
+"""Recurrent states of one worker, each in a slot: whose they are, and which are kept as snapshots.
+
+A model with recurrent layers needs, to go on from a position, the KV of all positions before it *and* the state behind
+the last of them. A state never changes: a step reads one and writes others. So a state that was kept is shared without
+a copy, and a step that is given up leaves no trace.
+
+| state | holders | name |
+|---|---|---|
+| held | requests, the step under way | perhaps |
+| a snapshot | perhaps | the hash of the block at whose end it was taken |
+| free | none | none |
+
+A snapshot is of use together with the KV of its block and of all blocks before it, its *path*. It is dropped as soon as
+one of these leaves the pool, and of the snapshots without a holder the least recently used one when a slot is needed.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from raydix.engine.core.types import BlockHash, EvictionReason
+
+SPARE = 4
+"""One slot in so many is never a snapshot: drafts, whose states last for a step, take no snapshot's place."""
+
+
+class States:
+    """Reference counts and names of `num_slots` slots; holds no tensor.
+
+    What other processes hear of the pool is in this journal and not in the block pool's: without a snapshot behind it a
+    block spares nobody anything, so blocks count as there while they are on the path of a snapshot.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        assert num_slots >= 2, "a step reads one state and writes another"
+        self.num_slots = num_slots
+        self._most_snapshots = num_slots - num_slots // SPARE
+        self._ref_counts = [0] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._slots: OrderedDict[BlockHash, int] = OrderedDict()
+        """The slot of each snapshot, the least recently used one first."""
+        self._names: list[BlockHash | None] = [None] * num_slots
+        self._paths: dict[BlockHash, tuple[BlockHash, ...]] = {}
+        """The blocks up to each snapshot, its own last."""
+        self._through: dict[BlockHash, set[BlockHash]] = {}
+        """The snapshots with a block on their path, by block."""
+        self._came: list[BlockHash] = []
+        self._gone: list[tuple[BlockHash, EvictionReason]] = []
+
+    @property
+    def num_snapshots(self) -> int:
+        return len(self._slots)
+
+    def longest(self, hashes: Sequence[BlockHash]) -> tuple[int, int | None]:
+        """Number of blocks of the longest prefix of `hashes` that ends with a snapshot, and its slot; 0 and None
+        without one. Takes no reference."""
+        for num_blocks in range(len(hashes), 0, -1):
+            if (slot := self._slots.get(hashes[num_blocks - 1])) is not None:
+                return num_blocks, slot
+        return 0, None
+
+    def has(self, name: BlockHash) -> bool:
+        """True if there is a snapshot of this name."""
+        return name in self._slots
+
+    def allocate(self, *, may_drop: bool = True) -> int | None:
+        """Hold a slot for a new state, dropping a snapshot if need be and allowed; None if there is none."""
+        if not self._free and not (may_drop and self._drop_oldest()):
+            return None
+        slot = self._free.pop()
+        self._ref_counts[slot] = 1
+        return slot
+
+    def hold(self, slot: int) -> None:
+        """Hold a state that is held or a snapshot already."""
+        assert self._ref_counts[slot] > 0 or self._names[slot] is not None
+        self._ref_counts[slot] += 1
+        if (name := self._names[slot]) is not None:
+            self._slots.move_to_end(name)
+
+    def release(self, slot: int) -> None:
+        """Give back one reference."""
+        assert self._ref_counts[slot] > 0, f"state {slot} released more often than held"
+        self._ref_counts[slot] -= 1
+        self._free_unused(slot)
+
+    def keep(self, slot: int, path: Sequence[BlockHash]) -> bool:
+        """Make a held state a snapshot, named by the last block of its path; False, and only noted as used, if there is
+        one of this name."""
+        assert self._ref_counts[slot] > 0 and path
+        name = path[-1]
+        if name in self._slots:
+            self._slots.move_to_end(name)
+            return False
+        assert self._names[slot] is None, "a state is behind one block only"
+        self._slots[name], self._names[slot], self._paths[name] = slot, name, tuple(path)
+        for block_hash in path:
+            snapshots = self._through.setdefault(block_hash, set())
+            if not snapshots:
+                self._came.append(block_hash)
+            snapshots.add(name)
+        if len(self._slots) > self._most_snapshots:
+            self._drop_oldest()
+        return True
+
+    def drop(self, name: BlockHash, reason: EvictionReason) -> None:
+        """Forget a snapshot; its holders keep the state."""
+        slot = self._slots.pop(name)
+        self._names[slot] = None
+        for block_hash in self._paths.pop(name):
+            snapshots = self._through[block_hash]
+            snapshots.remove(name)
+            if not snapshots:
+                del self._through[block_hash]
+                self._gone.append((block_hash, reason))
+        self._free_unused(slot)
+
+    def block_gone(self, block_hash: BlockHash, reason: EvictionReason) -> None:
+        """Forget the snapshots that are of no use without a block."""
+        for name in sorted(self._through.get(block_hash, ())):
+            self.drop(name, reason)
+
+    def hashes(self) -> list[BlockHash]:
+        """Every block on the path of a snapshot."""
+        return list(self._through)
+
+    def drain_journal(self) -> tuple[list[BlockHash], list[tuple[BlockHash, EvictionReason]]]:
+        """Blocks that came onto the path of a snapshot, and those that left, since the last call; as
+        `BlockPool.drain_journal`."""
+        came = [block_hash for block_hash in self._came if block_hash in self._through]
+        gone = [each for each in self._gone if each[0] not in self._through]
+        self._came, self._gone = [], []
+        return came, gone
+
+    def check_integrity(self, held: Iterable[int] | None = None) -> None:
+        """Assert that every slot is in one state; `held`: all references."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a state is free twice"
+        for slot, name in enumerate(self._names):
+            in_use = self._ref_counts[slot] > 0 or name is not None
+            assert in_use != (slot in free), f"state {slot} is lost, or free and in use"
+            assert name is None or self._slots[name] == slot
+        assert len(self._slots) == len(self._paths) == sum(name is not None for name in self._names)
+        assert all(path[-1] == name for name, path in self._paths.items())
+        through: dict[BlockHash, set[BlockHash]] = {}
+        for name, path in self._paths.items():
+            for block_hash in path:
+                through.setdefault(block_hash, set()).add(name)
+        assert through == self._through
+        if held is not None:
+            counts = [0] * self.num_slots
+            for slot in held:
+                counts[slot] += 1
+            assert counts == self._ref_counts, "references of states differ from the holders"
+
+    def _drop_oldest(self) -> bool:
+        """Drop the least recently used snapshot without a holder; False if there is none."""
+        idle = next((name for name, slot in self._slots.items() if not self._ref_counts[slot]), None)
+        if idle is not None:
+            self.drop(idle, EvictionReason.FULL)
+        return idle is not None
+
+    def _free_unused(self, slot: int) -> None:
+        if not self._ref_counts[slot] and self._names[slot] is None:
+            self._free.append(slot)

@@ -1,0 +1,32 @@
+"""The states of recurrent layers: a pool of slots, each with what all these layers keep of a sequence at one position.
+
+This module knows places in memory only; `raydix.engine.core.worker.states` knows whose state a slot holds.
+"""
+
+import torch
+from torch import Tensor
+
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.kv_pool import untouched
+
+
+class StatePool:
+    """`num_slots` states in float32; a slot is one contiguous run of memory, layer by layer."""
+
+    def __init__(self, config: ModelConfig, num_slots: int) -> None:
+        recurrent = config.recurrent
+        assert recurrent is not None
+        delta, tail = recurrent.delta_size, recurrent.tail_size
+        self.num_slots = num_slots
+        self.data = untouched((num_slots, len(recurrent.layers), delta + tail), torch.float32)
+        heads = (recurrent.num_value_heads, recurrent.key_dim, recurrent.value_dim)
+        self.memories: tuple[Tensor, ...] = tuple(
+            self.data[:, place, :delta].unflatten(1, heads) for place in range(len(recurrent.layers))
+        )
+        """[num_slots, num_value_heads, key_dim, value_dim] of each recurrent layer, in the layers' order."""
+        self.tails: tuple[Tensor, ...] = tuple(
+            self.data[:, place, delta:].unflatten(1, (recurrent.kernel_size - 1, recurrent.channels))
+            for place in range(len(recurrent.layers))
+        )
+        """[num_slots, kernel_size - 1, channels] of each recurrent layer: the convolution's last inputs, oldest
+        first."""
