@@ -9,6 +9,8 @@ from raydix.configs.pools import WorkersSection
 from raydix.configs.schema import Config
 from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest
 
+MOST_COLUMNS = 4
+
 
 @pytest.fixture(scope="module")
 def written() -> dict[str, str]:
@@ -30,6 +32,12 @@ def test_every_key_of_the_configuration_has_a_line(written: dict[str, str]) -> N
     row = "| `block_size` | Token positions per KV block.<br>integer, ≥ 8, ≤ 128; default `16` | restarts everything |"
     assert row in page
     assert re.search(r"^\| `token_budget` .*\| applies in place \|$", page, re.M)
+
+
+def test_tables_are_narrow_enough_for_a_phone(written: dict[str, str]) -> None:
+    """Of names and their meaning; what else there is to say of a key stands in one of these cells."""
+    rows = [(uri, row) for uri, page in written.items() if uri.startswith("reference/") for row in page.splitlines()]
+    assert [row for row in rows if len(re.findall(r"(?<!\\)\|", row[1])) > MOST_COLUMNS + 1] == []
 
 
 def test_every_field_of_a_request_is_described_refused_or_ignored(written: dict[str, str]) -> None:
