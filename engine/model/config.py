@@ -72,14 +72,9 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecurrentConfig:
-    """Layers that keep a state of one size in the place of keys and values for each position: a gated delta rule
-    (arXiv 2412.06464) behind a short convolution."""
+class DeltaConfig:
+    """Heads of a gated delta rule (arXiv 2412.06464)."""
 
-    layers: tuple[int, ...]
-    """Indices of the recurrent layers; the others have attention."""
-    kernel_size: int
-    """Positions that the convolution spans, its own included."""
     num_key_heads: int
     """Heads of queries and keys; each serves `num_value_heads / num_key_heads` neighbouring heads of values."""
     num_value_heads: int
@@ -90,18 +85,51 @@ class RecurrentConfig:
 
     @property
     def channels(self) -> int:
-        """Channels that the convolution takes: queries, keys and values of all heads."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+        """Queries, keys and values of all heads."""
+        return 2 * self.num_key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Values of all heads."""
+        return self.num_value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentConfig:
+    """Layers that keep a state of one size in the place of keys and values for each position: a short convolution, and
+    in some families a gated delta rule behind it."""
+
+    layers: tuple[int, ...]
+    """Indices of the recurrent layers; the others have attention."""
+    kernel_size: int
+    """Positions that the convolution spans, its own included."""
+    channels: int
+    """Channels of the convolution."""
+    delta: DeltaConfig | None = None
+    """None: the convolution stands between two gates, which the layer's input projection gives, too (LFM2)."""
 
     @property
     def delta_size(self) -> int:
         """Numbers of one layer's state of the delta rule, [num_value_heads, key_dim, value_dim]."""
-        return self.num_value_heads * self.key_dim * self.value_dim
+        return 0 if self.delta is None else self.delta.values * self.delta.key_dim
 
     @property
     def tail_size(self) -> int:
         """Numbers of one layer's state of the convolution: its last inputs, [kernel_size - 1, channels]."""
         return (self.kernel_size - 1) * self.channels
+
+    @property
+    def projected(self) -> int:
+        """Rows of the layer's input projection: what is convolved, and gates, shares and steps of heads; or three times
+        the channels."""
+        if self.delta is None:
+            return 3 * self.channels
+        return self.channels + self.delta.values + 2 * self.delta.num_value_heads
+
+    @property
+    def mixed(self) -> int:
+        """Numbers that the layer's output projection takes."""
+        return self.channels if self.delta is None else self.delta.values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +187,14 @@ class ModelConfig:
     sigmoid (Qwen 3.5)."""
     experts: ExpertsConfig | None = None
     recurrent: RecurrentConfig | None = None
+    own_names: tuple[tuple[str, str], ...] = ()
+    """Parts of tensors' names that differ from the usual ones: the usual part and the family's."""
+
+    def stored_name(self, name: str) -> str:
+        """The name in the weights of a tensor with this usual name."""
+        for usual, own in self.own_names:
+            name = name.replace(f"{usual}.", f"{own}.")
+        return name
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The decoder: one forward pass over a batch of chunks, through paged KV.
 
-A layer has attention, or keeps a recurrent state of each sequence (gated DeltaNet), in a pool of states beside the KV.
+A layer has attention, or keeps a recurrent state of each sequence, in a pool of states beside the KV.
 
 Shape suffixes: T tokens of the batch, S sequences, R rows whose results are wanted, V tokens with logits, E hidden
 size, I MLP size, H query heads, K key-value heads, D head dimension.
@@ -28,7 +28,7 @@ from raydix.engine.model.mxfp4 import widened
 from raydix.engine.model.sizes import BLOCKS, SCALES
 from raydix.engine.model.state_pool import StatePool
 from raydix.engine.model.weights import Checkpoint, TensorSource
-from raydix.kernels.decoder_pass import DecoderPass, DenseMLP, GatedDeltaWeights, LayerWeights
+from raydix.kernels.decoder_pass import DecoderPass, DeltaWeights, DenseMLP, LayerWeights, RecurrentWeights
 from raydix.kernels.experts import PackedExperts, experts, pack_experts
 from raydix.kernels.gated_delta import gated_delta
 from raydix.kernels.linear import Layout, PackedLinear, linear, pack_weight
@@ -309,22 +309,27 @@ class Decoder:
         """Take a recurrent layer's states over the batch's tokens; returns what its output projection reads."""
         recurrent, layer = self.config.recurrent, self._layers[index]
         assert recurrent is not None and layer.recurrent is not None
-        place, weights, heads = recurrent.layers.index(index), layer.recurrent, recurrent.num_value_heads
-        sizes = [recurrent.channels, heads * recurrent.value_dim, heads, heads]
-        qkv, gate, beta, step = torch.split(linear(x_TE, layer.qkv), sizes, dim=1)
-        mixed = short_conv(qkv, weights.conv, states.tails[place], batch.query_start, use, silu=True)
+        place, delta, weights = recurrent.layers.index(index), recurrent.delta, layer.recurrent
+        tails, projected = states.tails[place], linear(x_TE, layer.qkv)
+        if delta is None or weights.delta is None:
+            # One gate before the convolution, and one behind it.
+            before, behind, x = projected.chunk(3, dim=1)
+            return behind * short_conv(before * x, weights.conv, tails, batch.query_start, use, silu=False)
+
+        sizes = [delta.channels, delta.values, delta.num_value_heads, delta.num_value_heads]
+        qkv, gate, beta, step = torch.split(projected, sizes, dim=1)
         y = gated_delta(
-            mixed,
+            short_conv(qkv, weights.conv, tails, batch.query_start, use, silu=True),
             beta,
             step,
-            weights.decay_rate,
-            weights.step_bias,
+            weights.delta.decay_rate,
+            weights.delta.step_bias,
             states.memories[place],
             batch.query_start,
             use,
         )
         # Each head's result has a norm of its own, before the gate.
-        normed = rms_norm(y.view(-1, recurrent.value_dim), weights.norm, self.config.rms_norm_eps).view_as(y)
+        normed = rms_norm(y.view(-1, delta.value_dim), weights.delta.norm, self.config.rms_norm_eps).view_as(y)
         return _gated(normed, gate, "silu")
 
     def _store_kv(self, qkv: Tensor, index: int, keys: Tensor, values: Tensor, batch: ForwardBatch) -> Tensor:
@@ -377,6 +382,17 @@ def _gated(x: Tensor, gate: Tensor, kind: str) -> Tensor:
     return silu_and_mul(torch.cat((gate, x), dim=1), kind)
 
 
+class _OwnNames:
+    """Tensors under the usual names, of a model whose family has names of its own."""
+
+    def __init__(self, config: ModelConfig, weights: TensorSource) -> None:
+        self._config = config
+        self._weights = weights
+
+    def tensor(self, name: str) -> Tensor:
+        return self._weights.tensor(self._config.stored_name(name))
+
+
 class _Loader:
     """Turns named tensors into layers: converts, fuses q, k, v and gate, up, and packs, one layer at a time."""
 
@@ -391,7 +407,7 @@ class _Loader:
         deterministic: bool,
     ) -> None:
         self._config = config
-        self._weights = weights
+        self._weights: TensorSource = _OwnNames(config, weights) if config.own_names else weights
         self._dtype = dtype
         self._device = device
         self._max_position = max_position
@@ -419,10 +435,7 @@ class _Loader:
         is_last = index == config.num_layers - 1
         recurrent = None
         if config.recurrent is not None and index in config.recurrent.layers:
-            recurrent = self._gated_delta(f"{prefix}linear_attn.", config.recurrent)
-            parts = ("qkv", "z", "b", "a")
-            qkv = self._packed([f"{prefix}linear_attn.in_proj_{part}" for part in parts], bias=False)
-            output = self._packed([f"{prefix}linear_attn.out_proj"], bias=False)
+            recurrent, qkv, output = self._recurrent(prefix, config.recurrent)
         else:
             qkv = self._qkv(f"{prefix}self_attn.", rope)
             output = self._packed([f"{prefix}self_attn.o_proj"], bias=config.attention_output_bias)
@@ -447,17 +460,27 @@ class _Loader:
             recurrent=recurrent,
         )
 
-    def _gated_delta(self, prefix: str, recurrent: RecurrentConfig) -> GatedDeltaWeights:
-        """What a recurrent layer has between its projections. The norm there is stored as it multiplies."""
+    def _recurrent(
+        self, prefix: str, recurrent: RecurrentConfig
+    ) -> tuple[RecurrentWeights, PackedLinear, PackedLinear]:
+        """A recurrent layer's weights between its projections, and its input and output projections."""
+        place, conv = ("conv.", "conv.conv") if recurrent.delta is None else ("linear_attn.", "linear_attn.conv1d")
+        taps = self._weights.tensor(f"{prefix}{conv}.weight").float().to(self._device)
+        taps = taps.view(recurrent.channels, recurrent.kernel_size).T.contiguous()
+        names, delta = ["in_proj"], None
+        if recurrent.delta is not None:
+            # One product of all that reads the input.
+            names = [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")]
+            delta = self._delta(f"{prefix}{place}")
+        weights = RecurrentWeights(taps.clone(), delta)
+        inputs = self._packed([f"{prefix}{place}{name}" for name in names], bias=False)
+        return weights, inputs, self._packed([f"{prefix}{place}out_proj"], bias=False)
+
+    def _delta(self, prefix: str) -> DeltaWeights:
+        """The weights of a delta rule. The norm there is stored as it multiplies."""
         parts = (self._weights.tensor(f"{prefix}{name}").float() for name in ("A_log", "dt_bias", "norm.weight"))
         rate, bias, norm = (part.to(self._device) for part in parts)
-        conv = self._weights.tensor(f"{prefix}conv1d.weight").float().to(self._device)
-        return GatedDeltaWeights(
-            conv=conv.view(recurrent.channels, recurrent.kernel_size).T.contiguous(),
-            decay_rate=rate.exp(),
-            step_bias=bias.clone(),
-            norm=norm.clone(),
-        )
+        return DeltaWeights(decay_rate=rate.exp(), step_bias=bias.clone(), norm=norm.clone())
 
     def optional_norm(self, prefix: str, name: str | None) -> Tensor | None:
         """A norm's weight as `norm` gives it; None without a name."""

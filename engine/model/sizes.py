@@ -82,22 +82,29 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
 
-    return shapes
+    return {config.stored_name(name): shape for name, shape in shapes.items()}
 
 
 def _recurrent_shapes(recurrent: RecurrentConfig, hidden: int) -> dict[str, tuple[int, ...]]:
     """The tensors of one recurrent layer, by their names below the layer."""
-    heads, values = recurrent.num_value_heads, recurrent.num_value_heads * recurrent.value_dim
+    conv = recurrent.channels, 1, recurrent.kernel_size
+    if (delta := recurrent.delta) is None:
+        return {
+            "conv.in_proj.weight": (recurrent.projected, hidden),
+            "conv.conv.weight": conv,
+            "conv.out_proj.weight": (hidden, recurrent.mixed),
+        }
+    heads = delta.num_value_heads
     return {
         "linear_attn.in_proj_qkv.weight": (recurrent.channels, hidden),
-        "linear_attn.in_proj_z.weight": (values, hidden),
+        "linear_attn.in_proj_z.weight": (delta.values, hidden),
         "linear_attn.in_proj_b.weight": (heads, hidden),
         "linear_attn.in_proj_a.weight": (heads, hidden),
-        "linear_attn.conv1d.weight": (recurrent.channels, 1, recurrent.kernel_size),
+        "linear_attn.conv1d.weight": conv,
         "linear_attn.A_log": (heads,),
         "linear_attn.dt_bias": (heads,),
-        "linear_attn.norm.weight": (recurrent.value_dim,),
-        "linear_attn.out_proj.weight": (hidden, values),
+        "linear_attn.norm.weight": (delta.value_dim,),
+        "linear_attn.out_proj.weight": (hidden, delta.values),
     }
 
 
@@ -187,9 +194,8 @@ def step_bytes(config: ModelConfig, token_budget: int, max_requests: int) -> int
     if config.experts is not None:  # what goes into each of a token's experts, and what comes out
         inner += config.experts.per_token * (2 * config.hidden_size + 3 * config.experts.intermediate_size)
     mixed = (2 + config.attention_gate) * queries + keys
-    if (recurrent := config.recurrent) is not None:  # the projections, behind the convolution, and what comes out
-        values = recurrent.num_value_heads * recurrent.value_dim
-        mixed = max(mixed, 3 * recurrent.channels + 4 * values)
+    if (recurrent := config.recurrent) is not None:  # projected, convolved, in and behind the delta rule, gated
+        mixed = max(mixed, recurrent.projected + 2 * recurrent.channels + 4 * recurrent.mixed)
     widest = 4 * config.hidden_size + mixed + inner
     rows = max(max_requests, SCORED_ROWS)
     return 4 * token_budget * widest + LOGITS_BYTES * rows * config.vocab_size
@@ -238,8 +244,7 @@ def pair_share(config: ModelConfig) -> float:
         if layer in attention_layers:
             num_products += 2 * (query_size + kv_size) * config.hidden_size
         elif (recurrent := config.recurrent) is not None:
-            values = recurrent.num_value_heads * recurrent.value_dim
-            num_products += (recurrent.channels + 2 * values) * config.hidden_size + 2 * recurrent.delta_size
+            num_products += (recurrent.projected + recurrent.mixed) * config.hidden_size + 2 * recurrent.delta_size
         if (experts := config.experts_of_layer(layer)) is None:
             num_products += 3 * config.intermediate_size * config.hidden_size
         else:

@@ -19,13 +19,16 @@ class StatePool:
         delta, tail = recurrent.delta_size, recurrent.tail_size
         self.num_slots = num_slots
         self.data = untouched((num_slots, len(recurrent.layers), delta + tail), torch.float32)
-        heads = (recurrent.num_value_heads, recurrent.key_dim, recurrent.value_dim)
-        self.memories: tuple[Tensor, ...] = tuple(
-            self.data[:, place, :delta].unflatten(1, heads) for place in range(len(recurrent.layers))
-        )
-        """[num_slots, num_value_heads, key_dim, value_dim] of each recurrent layer, in the layers' order."""
+        self.memories: tuple[Tensor, ...] = ()
+        """[num_slots, num_value_heads, key_dim, value_dim] of each recurrent layer, in the layers' order; none without
+        a delta rule."""
+        if recurrent.delta is not None:
+            heads = (recurrent.delta.num_value_heads, recurrent.delta.key_dim, recurrent.delta.value_dim)
+            self.memories = tuple(
+                self.data[:, place, :delta].view(num_slots, *heads) for place in range(len(recurrent.layers))
+            )
         self.tails: tuple[Tensor, ...] = tuple(
-            self.data[:, place, delta:].unflatten(1, (recurrent.kernel_size - 1, recurrent.channels))
+            self.data[:, place, delta:].view(num_slots, recurrent.kernel_size - 1, recurrent.channels)
             for place in range(len(recurrent.layers))
         )
         """[num_slots, kernel_size - 1, channels] of each recurrent layer: the convolution's last inputs, oldest

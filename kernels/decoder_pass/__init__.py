@@ -11,7 +11,7 @@ from raydix.kernels.experts import PackedExperts
 from raydix.kernels.linear import Layout, PackedLinear
 from raydix.kernels.silu_and_mul import KINDS
 
-__all__ = ["DecoderPass", "DenseMLP", "GatedDeltaWeights", "LayerWeights"]
+__all__ = ["DecoderPass", "DeltaWeights", "DenseMLP", "LayerWeights", "RecurrentWeights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,9 @@ class DenseMLP:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaWeights:
-    """The weights of a recurrent layer between its projections, all float32."""
+class DeltaWeights:
+    """The weights of a gated delta rule between its layer's convolution and output projection, all float32."""
 
-    conv: Tensor
-    """[kernel_size, channels]."""
     decay_rate: Tensor
     """[num_value_heads]."""
     step_bias: Tensor
@@ -40,12 +38,22 @@ class GatedDeltaWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentWeights:
+    """The weights of a recurrent layer between its projections."""
+
+    conv: Tensor
+    """[kernel_size, channels] float32."""
+    delta: DeltaWeights | None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer's weights. Norm weights are float32 and have the family's offset in them."""
 
     qkv: PackedLinear
     """The projections of a layer's input: queries, keys and values, and behind them the gates of the heads if there are
-    any; of a recurrent layer queries, keys, values, gates, and each head's shares and steps."""
+    any; of a recurrent layer queries, keys, values, gates, and each head's shares and steps, or without a delta rule
+    the two gates and what is convolved."""
     output: PackedLinear
     mlp: DenseMLP | PackedExperts
     mlp_norm: Tensor | None
@@ -60,7 +68,7 @@ class LayerWeights:
     window: int | None
     sinks: Tensor | None = None
     """[num_heads] float32: of each head the score of a key whose value is zero."""
-    recurrent: GatedDeltaWeights | None = None
+    recurrent: RecurrentWeights | None = None
     """None: the layer has attention. A recurrent layer has no use for `q_norm`, `k_norm`, `cos_sin` and `window`."""
 
     def products(self) -> tuple[PackedLinear, ...]:

@@ -132,11 +132,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
         },
     ),
+    "lfm 2": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_multiple_of": 32,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gemma 3": ("Gemma3", {**GEMMA3, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
 }
 
 LAYER_BY_LAYER = {"granite", "olmo 2", "olmo 3", "exaone 4", "exaone 4 without windows", "ministral 3"}
-LAYER_BY_LAYER |= {"olmoe", "granite moe", "qwen 3.5"}
+LAYER_BY_LAYER |= {"olmoe", "granite moe", "qwen 3.5", "lfm 2"}
 """Cases with a part that the pass of all layers in one call does not know."""
 
 

@@ -17,7 +17,7 @@ from tests.model.random_models import reference
 from tests.model.test_family_exactness import ask, make_engine
 from tests.skips import NO_PRODUCT
 
-RECURRENT = ["qwen 3.5"]
+RECURRENT = ["qwen 3.5", "lfm 2"]
 GENERATOR = torch.Generator().manual_seed(3)
 TEXT = tuple(torch.randint(1, 200, (400,), generator=GENERATOR).tolist())
 DOCUMENT = TEXT[:160]

@@ -151,6 +151,22 @@ def test_layers_of_qwen_3_5() -> None:
         config_of({**SMALL, "model_type": "qwen3_5", "linear_num_value_heads": 3, "linear_num_key_heads": 2})
 
 
+def test_layers_of_lfm_2() -> None:
+    """As transformers 5 names them, and as the published files did at first."""
+    config = {**SMALL, "model_type": "lfm2", "intermediate_size": 300, "block_multiple_of": 64}
+    found = config_of({**config, "full_attn_idxs": [1, 3], "block_ff_dim": 150, "tie_embedding": False})
+    assert found.recurrent is not None and found.recurrent.layers == (0, 2) and found.attention_layers == (1, 3)
+    assert found.intermediate_size == 128 and not found.tie_word_embeddings and found.rms_norm_eps == 1e-5
+    kinds = ["conv", "conv", "full_attention", "conv"]
+    named = config_of({**config, "layer_types": kinds, "block_auto_adjust_ff_dim": False})
+    assert named.recurrent is not None and named.recurrent.layers == (0, 1, 3) and named.intermediate_size == 300
+    assert named.stored_name("model.layers.1.mlp.up_proj.weight") == "model.layers.1.feed_forward.w3.weight"
+    with pytest.raises(StartupError, match="conv_bias"):
+        config_of({**config, "conv_bias": True})
+    with pytest.raises(StartupError, match="layer_types names 2 layers of 4"):
+        config_of({**config, "layer_types": kinds[:2]})
+
+
 def test_soft_caps_may_be_absent_or_null() -> None:
     caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     for name, expected in (("gemma", (None, None)), ("gemma2", (50.0, 30.0)), ("gemma3", (None, None))):

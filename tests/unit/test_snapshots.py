@@ -50,7 +50,8 @@ class Worker:
         submit(self.scheduler, assignment)
         events = run_all(self.scheduler, self.model)[name]
         self.scheduler.check_integrity()
-        assert tokens_of(events) == (answer_to(assignment) or [None])
+        expected: list[int | None] = [*answer_to(assignment)]
+        assert tokens_of(events) == (expected or [None])
         return events[-1].cached_tokens
 
     def snapshots_of(self, tokens: Sequence[int]) -> list[int]:

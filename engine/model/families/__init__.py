@@ -14,6 +14,7 @@ from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from raydix.engine.model.families.gpt_oss import GPT_OSS
 from raydix.engine.model.families.granite import GRANITE, GRANITE_MOE
+from raydix.engine.model.families.lfm import LFM2
 from raydix.engine.model.families.llama import ERNIE4_5, EXAONE4, GLM, GLM4, HELIUM, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from raydix.engine.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
 from raydix.engine.model.families.olmo import OLMO2, OLMO3, OLMOE
@@ -25,6 +26,7 @@ _ALL = (
     *(QWEN2, QWEN3, QWEN3_5, GEMMA, GEMMA2, GEMMA3),
     *(PHI3, SMOLLM3, GLM, GLM4, HELIUM, ERNIE4_5, SEED_OSS),
     *(GRANITE, OLMO2, OLMO3, EXAONE4, MINISTRAL3),
+    LFM2,
     *(QWEN3_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GPT_OSS),
 )
 FAMILIES = {family.model_type: family for family in _ALL}

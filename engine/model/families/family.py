@@ -80,4 +80,4 @@ class Family:
     @property
     def is_recurrent(self) -> bool:
         """True if some of its layers keep a recurrent state."""
-        return "linear_num_value_heads" in self.defaults
+        return "linear_num_value_heads" in self.defaults or "conv_L_cache" in self.defaults

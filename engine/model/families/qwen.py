@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from raydix.engine.model.config import ModelConfig, RecurrentConfig
+from raydix.engine.model.config import DeltaConfig, ModelConfig, RecurrentConfig
 from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.parts import decoder, experts_of, layer_windows
 
@@ -101,13 +101,17 @@ def _qwen3_5(settings: Settings) -> ModelConfig:
     num_key_heads, num_value_heads = (int(settings[f"linear_num_{each}_heads"]) for each in ("key", "value"))
     if num_value_heads % num_key_heads:
         raise ValueError(f"{num_value_heads} heads of values cannot share {num_key_heads} of keys")
-    recurrent = RecurrentConfig(
-        layers=layers,
-        kernel_size=int(settings["linear_conv_kernel_dim"]),
+    delta = DeltaConfig(
         num_key_heads=num_key_heads,
         num_value_heads=num_value_heads,
         key_dim=int(settings["linear_key_head_dim"]),
         value_dim=int(settings["linear_value_head_dim"]),
+    )
+    recurrent = RecurrentConfig(
+        layers=layers,
+        kernel_size=int(settings["linear_conv_kernel_dim"]),
+        channels=delta.channels,
+        delta=delta,
     )
     return replace(
         decoder(settings),

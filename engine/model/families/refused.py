@@ -21,7 +21,7 @@ REFUSED = (
         ("Qwen3Next", "Qwen3_5Moe"),
         "an expert for every token behind a gate of its own, beside layers with a recurrent state (gated DeltaNet)",
     ),
-    Refused("LFM 2", ("Lfm2", "Lfm2Moe"), "layers with short convolutions"),
+    Refused("LFM 2 MoE", ("Lfm2Moe",), "routing with a correction of each expert's score"),
     Refused(
         "Granite 4, Nemotron-H, Falcon H1, Jamba, Bamba, Zamba 2, Mamba",
         ("GraniteMoeHybrid", "NemotronH", "FalconH1", "Jamba", "Bamba", "Zamba2", "Mamba", "Mamba2", "FalconMamba"),
