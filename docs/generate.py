@@ -542,8 +542,14 @@ def _page(*parts: str) -> str:
 
 
 def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heading, ["---"] * len(heading), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    lines = [heading, ["---"] * len(heading), *(map(_cell, row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(words: str) -> str:
+    """A text for a table: what is no code has no tag but `<br>`, so `package:<name>` is seen as it is written."""
+    code_or_text = re.split(r"(`[^`]*`)", words.replace("|", "\\|"))
+    return "".join(part if part.startswith("`") else re.sub("<(?!br>)", "&lt;", part) for part in code_or_text)
 
 
 def _sentence(words: str) -> str:

@@ -34,6 +34,13 @@ def test_every_key_of_the_configuration_has_a_line(written: dict[str, str]) -> N
     assert re.search(r"^\| `token_budget` .*\| applies in place \|$", page, re.M)
 
 
+def test_what_looks_like_a_tag_is_seen(written: dict[str, str]) -> None:
+    for page in ("configuration", "command-line"):
+        assert "package:&lt;package>/&lt;file>" in written[f"reference/{page}.md"]
+    rows = [row for page in written.values() for row in page.splitlines() if row.startswith("| ")]
+    assert [row for row in rows if re.search(r"<(?!br>)\w+>", re.sub("`[^`]*`", "", row))] == []
+
+
 def test_tables_are_narrow_enough_for_a_phone(written: dict[str, str]) -> None:
     """Of names and their meaning; what else there is to say of a key stands in one of these cells."""
     rows = [(uri, row) for uri, page in written.items() if uri.startswith("reference/") for row in page.splitlines()]
