@@ -22,7 +22,7 @@ from raydix.engine.api.trace_context import PARENT, STATE, TraceContext
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.log_fields import about
 from raydix.engine.serving.job import Job
-from raydix.engine.serving.life import LifeSpan, life_of
+from raydix.engine.serving.life import LifeSpan, Value, life_of
 
 if TYPE_CHECKING:  # an optional extra
     from opentelemetry.sdk.trace import SpanProcessor
@@ -77,7 +77,7 @@ class Telemetry:
     ) -> None:
         """The response to a request is sent, or its client has left."""
         parent = TraceContext.read(headers.get(PARENT), headers.get(STATE))
-        facts: dict[str, str | int] = {"http.request.method": method, "http.route": route}
+        facts: dict[str, Value] = {"http.request.method": method, "http.route": route}
         if status:
             facts["http.response.status_code"] = status
         if context.is_sampled:
@@ -113,7 +113,7 @@ class Telemetry:
         ids = self._provider.id_generator
         trace_id = ids.generate_trace_id() if parent is None else parent.trace_id
         result = self._provider.sampler.should_sample(self._maker.parent(parent), trace_id, name)
-        is_sampled = result.decision.is_sampled()
+        is_sampled = bool(result.decision.is_sampled())  # type: ignore[no-untyped-call]
         return TraceContext(trace_id, ids.generate_span_id(), is_sampled, "" if parent is None else parent.state)
 
     def now(self) -> float:
@@ -190,7 +190,8 @@ def telemetry_of(
     from_environment = any(environment.get(name) for name in ENDPOINTS) and not is_elsewhere
     if is_off or not (settings.otlp_endpoint or from_environment):
         return None
-    protocol = settings.otlp_protocol or next((environment[name] for name in PROTOCOLS if environment.get(name)), "")
+    named = (environment[name] for name in PROTOCOLS if environment.get(name))
+    protocol: str = settings.otlp_protocol or next(named, "")
     try:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -209,8 +210,12 @@ def _exporter(endpoint: str | None, *, is_grpc: bool) -> "SpanExporter":
     if is_grpc:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
-        return GrpcExporter() if endpoint is None else GrpcExporter(endpoint, insecure=endpoint.startswith("http://"))
+        grpc: SpanExporter = (
+            GrpcExporter() if endpoint is None else GrpcExporter(endpoint, insecure=endpoint.startswith("http://"))
+        )
+        return grpc
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
     # As the variable has it: the path of traces is below the endpoint.
-    return HttpExporter() if endpoint is None else HttpExporter(f"{endpoint.rstrip('/')}/v1/traces")
+    http: SpanExporter = HttpExporter() if endpoint is None else HttpExporter(f"{endpoint.rstrip('/')}/v1/traces")
+    return http

@@ -143,7 +143,7 @@ def test_ray_data_s_own_stage_answers_rows(served: Served, monkeypatch: pytest.M
 
     async def work() -> list[dict[str, Any]]:
         handle = Streaming(deployment())
-        monkeypatch.setattr(serve_deployment_stage.serve, "get_deployment_handle", lambda name, app_name: handle)
+        monkeypatch.setattr(serve, "get_deployment_handle", lambda name, app_name: handle)
         stage = serve_deployment_stage.ServeDeploymentStageUDF(
             data_column="__data",
             expected_input_keys=["method", "request_kwargs"],

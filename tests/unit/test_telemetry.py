@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
@@ -37,8 +36,11 @@ PATH = "/v1/completions"
 class Collector(InMemorySpanExporter):
     """Takes spans; gives them by name, and checks that they are one tree within each trace."""
 
-    def named(self, name: str) -> list[ReadableSpan]:
-        return [span for span in self.get_finished_spans() if span.name == name]
+    def named(self, name: str) -> list[Any]:
+        return [span for span in self.all() if span.name == name]
+
+    def all(self) -> list[Any]:
+        return [*self.get_finished_spans()]
 
     def only(self, name: str) -> Any:
         [span] = self.named(name)
@@ -72,7 +74,7 @@ def test_a_request_continues_its_client_s_trace(served: Served, collector: Colle
     assert server.kind is SpanKind.SERVER and request.kind is SpanKind.INTERNAL
     assert (server.parent.trace_id, server.parent.span_id, server.parent.is_remote) == (TRACE, PARENT, True)
     assert request.parent.span_id == server.context.span_id
-    assert {span.context.trace_id for span in collector.get_finished_spans()} == {TRACE}
+    assert {span.context.trace_id for span in collector.all()} == {TRACE}
     assert server.context.trace_state.to_header() == "a=b"
     assert reply.headers["traceparent"] == f"00-{TRACE:032x}-{server.context.span_id:016x}-01"
     assert server.attributes == {
@@ -114,7 +116,7 @@ def test_no_text_is_in_a_span(served: Served, collector: Collector) -> None:
     secret = "zebra crossing"
     headers = {"x-session-id": secret, "authorization": f"Bearer {secret}", "traceparent": TRACEPARENT}
     ask(served, replica_with(collector), headers, prompt=secret, stop=[secret], user=secret)
-    written = " ".join(span.to_json() for span in collector.get_finished_spans())
+    written = " ".join(span.to_json() for span in collector.all())
     assert "gen_ai.usage.input_tokens" in written
     assert secret not in written and ANSWER not in written
 
@@ -122,7 +124,7 @@ def test_no_text_is_in_a_span(served: Served, collector: Collector) -> None:
 def test_a_refused_request_has_a_span_and_one_that_fails_an_error(served: Served, collector: Collector) -> None:
     replica = replica_with(collector)
     reply = ask(served, replica, max_tokens=-1)
-    [server] = collector.get_finished_spans()
+    [server] = collector.all()
     assert reply.status == 400 and reply.headers["traceparent"].startswith(f"00-{server.context.trace_id:032x}-")
     assert server.attributes["http.response.status_code"] == 400 and server.status.status_code is StatusCode.UNSET
 
@@ -138,10 +140,10 @@ def test_a_refused_request_has_a_span_and_one_that_fails_an_error(served: Served
 def test_a_trace_that_its_client_does_not_record_has_no_spans(served: Served, collector: Collector) -> None:
     replica = replica_with(collector)
     assert ask(served, replica, {"traceparent": f"{TRACEPARENT[:-2]}00"}).status == 200
-    assert collector.get_finished_spans() == ()
+    assert collector.all() == []
     # Another route than one that the model answers is no request.
     served(replica, lambda: call(app, "POST", "/tokenize", body_of("completion"), headers={"traceparent": TRACEPARENT}))
-    assert collector.get_finished_spans() == ()
+    assert collector.all() == []
 
 
 def test_the_environment_chooses_what_is_recorded(
@@ -149,12 +151,12 @@ def test_the_environment_chooses_what_is_recorded(
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     reply = ask(served, replica_with(collector))
-    assert reply.status == 200 and collector.get_finished_spans() == ()
+    assert reply.status == 200 and collector.all() == []
     assert reply.headers["traceparent"].endswith("-00"), "whom the client calls next records nothing either"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_on")
     ask(served, replica_with(collector))
-    assert {span.resource.attributes["service.name"] for span in collector.get_finished_spans()} == {"mine"}
+    assert {span.resource.attributes["service.name"] for span in collector.all()} == {"mine"}
 
 
 @pytest.mark.parametrize(
@@ -196,7 +198,7 @@ def test_a_request_with_many_choices_has_spans_of_some(collector: Collector) -> 
 
 def tree(collector: Collector) -> Iterator[tuple[str, str, int]]:
     """Name, process and attempt of the parts of a request, in the order of their beginnings."""
-    for span in sorted(collector.get_finished_spans(), key=lambda span: (span.start_time, span.end_time)):
+    for span in sorted(collector.all(), key=lambda span: (span.start_time, span.end_time)):
         about = span.attributes
         if about.get("raydix.process", "ingress") != "ingress":
             yield span.name, about["raydix.process"], about.get("raydix.attempt", 0)
@@ -225,7 +227,7 @@ def test_spans_tell_the_life_of_a_request_in_each_process(scene: Scene, collecto
             ]
         )
         request = collector.only(f"text_completion {MODEL}")
-        for span in collector.get_finished_spans():
+        for span in collector.all():
             assert span is request or span.parent == request.context
             assert request.start_time <= span.start_time <= span.end_time
         admit = collector.only("admit").attributes
