@@ -57,6 +57,9 @@ class ExpertsConfig:
     """A token's shares add up to one; otherwise they are its experts' shares of the softmax over all."""
     layers: tuple[int, ...]
     """Indices of the layers that have experts; the others have one MLP, of the model's `intermediate_size`."""
+    shared_size: int = 0
+    """Size of the intermediate state of one more expert, which every token goes through behind a gate; 0: there is
+    none."""
     router: str = "mlp.gate"
     gate: str | None = "mlp.experts.{}.gate_proj"
     """Name of each expert's gate projection, with the expert's number in place of the braces; None: `up` holds the gate
@@ -82,6 +85,8 @@ class DeltaConfig:
     """Dimensions of one query or key."""
     value_dim: int
     """Dimensions of one value."""
+    is_fused: bool = False
+    """The weights store the input projections as two, the rows of each key head together (Qwen 3 Next)."""
 
     @property
     def channels(self) -> int:
@@ -193,7 +198,7 @@ class ModelConfig:
     def stored_name(self, name: str) -> str:
         """The name in the weights of a tensor with this usual name."""
         for usual, own in self.own_names:
-            name = name.replace(f"{usual}.", f"{own}.")
+            name = f"{name}.".replace(f"{usual}.", f"{own}.").removesuffix(".")
         return name
 
     @property

@@ -20,15 +20,22 @@ from torch.nn import functional
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import Quantization
-from raydix.engine.model.config import ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
+from raydix.engine.model.config import DeltaConfig, ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
 from raydix.engine.model.families import read_config
 from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.lora import Lora, LoraLoader, LoraRows, add_loras
 from raydix.engine.model.mxfp4 import widened
-from raydix.engine.model.sizes import BLOCKS, SCALES
+from raydix.engine.model.sizes import BLOCKS, SCALES, SHARED
 from raydix.engine.model.state_pool import StatePool
 from raydix.engine.model.weights import Checkpoint, TensorSource
-from raydix.kernels.decoder_pass import DecoderPass, DeltaWeights, DenseMLP, LayerWeights, RecurrentWeights
+from raydix.kernels.decoder_pass import (
+    DecoderPass,
+    DeltaWeights,
+    DenseMLP,
+    LayerWeights,
+    RecurrentWeights,
+    SharedExpert,
+)
 from raydix.kernels.experts import PackedExperts, experts, pack_experts
 from raydix.kernels.gated_delta import gated_delta
 from raydix.kernels.linear import Layout, PackedLinear, linear, pack_weight
@@ -139,10 +146,9 @@ class Decoder:
     ) -> "Decoder":
         """Load the model in a Hugging Face folder; raises `StartupError` if it cannot be used, and what `on_tensor`
         raises, which is called before each tensor."""
-        config = read_config(folder)
-        checkpoint = Checkpoint(folder, config, on_tensor)
+        checkpoint = Checkpoint(folder, read_config(folder), on_tensor)
         return cls(
-            config,
+            checkpoint.config,
             checkpoint,
             dtype,
             device,
@@ -269,15 +275,23 @@ class Decoder:
         return x_TE
 
     def _mlp(self, x_TE: Tensor, index: int, loras: Sequence[LoraRows]) -> Tensor:
-        mlp, is_last = self._layers[index].mlp, index == self.config.num_layers - 1
+        layer, is_last = self._layers[index], index == self.config.num_layers - 1
+        mlp = layer.mlp
         if isinstance(mlp, PackedExperts):
-            return experts(x_TE, mlp)
+            y_TE = experts(x_TE, mlp)
+            return y_TE if layer.shared is None else y_TE + self._shared_expert(x_TE, layer.shared)
         gate_up = linear(x_TE, mlp.gate_up)
         add_loras(gate_up, x_TE, loras, index, "gate_up", wanted=is_last)
         activated = silu_and_mul(gate_up, self.config.activation)
         y_TE = linear(activated, mlp.down)
         add_loras(y_TE, activated, loras, index, "down", wanted=is_last)
         return y_TE
+
+    def _shared_expert(self, x_TE: Tensor, shared: SharedExpert) -> Tensor:
+        """What the expert of every token adds to those that the router chose."""
+        inner = silu_and_mul(linear(x_TE, shared.mlp.gate_up), self.config.activation)
+        y_TE = linear(inner, shared.mlp.down)
+        return _gated(y_TE, linear(x_TE, shared.gate).expand_as(y_TE), "sigmoid")
 
     def _add(self, y_TE: Tensor, residual_TE: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add to the residual stream; returns what the next product reads, and the stream."""
@@ -458,6 +472,7 @@ class _Loader:
             window=config.layer_windows[index],
             sinks=self._weights.tensor(f"{prefix}self_attn.sinks").float() if config.attention_sinks else None,
             recurrent=recurrent,
+            shared=None if of is None or not of.shared_size else self._shared(f"{prefix}{SHARED}"),
         )
 
     def _recurrent(
@@ -469,12 +484,26 @@ class _Loader:
         taps = taps.view(recurrent.channels, recurrent.kernel_size).T.contiguous()
         names, delta = ["in_proj"], None
         if recurrent.delta is not None:
-            # One product of all that reads the input.
             names = [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")]
             delta = self._delta(f"{prefix}{place}")
+        # One product of all that reads the input.
+        if recurrent.delta is not None and recurrent.delta.is_fused:
+            inputs = self.pack(self._by_part(f"{prefix}{place}", recurrent.delta))
+        else:
+            inputs = self._packed([f"{prefix}{place}{name}" for name in names], bias=False)
         weights = RecurrentWeights(taps.clone(), delta)
-        inputs = self._packed([f"{prefix}{place}{name}" for name in names], bias=False)
         return weights, inputs, self._packed([f"{prefix}{place}out_proj"], bias=False)
+
+    def _by_part(self, prefix: str, delta: DeltaConfig) -> Tensor:
+        """The rows of fused input projections as those of all queries, keys, values, gates, shares and steps."""
+        each, values = delta.num_value_heads // delta.num_key_heads, delta.values // delta.num_key_heads
+        rows: list[Tensor] = []
+        parts = {"qkvz": [delta.key_dim, delta.key_dim, values, values], "ba": [each, each]}
+        for name, sizes in parts.items():
+            weight = self.tensor(f"{prefix}in_proj_{name}.weight")
+            by_head = weight.view(delta.num_key_heads, sum(sizes), weight.shape[1])
+            rows += [part.flatten(0, 1) for part in torch.split(by_head, sizes, dim=1)]
+        return torch.cat(rows)
 
     def _delta(self, prefix: str) -> DeltaWeights:
         """The weights of a delta rule. The norm there is stored as it multiplies."""
@@ -494,6 +523,14 @@ class _Loader:
             self._packed([f"{prefix}mlp.{part}_proj" for part in parts], bias=config.mlp_bias),
             self._packed([f"{prefix}mlp.down_proj"], bias=config.mlp_bias),
         )
+
+    def _shared(self, name: str) -> SharedExpert:
+        """The expert that every token goes through. Its gate keeps its bits, as a router does."""
+        mlp = DenseMLP(
+            self._packed([f"{name}.{part}_proj" for part in ("gate", "up")], bias=False),
+            self._packed([f"{name}.down_proj"], bias=False),
+        )
+        return SharedExpert(mlp, pack_weight(self.tensor(f"{name}_gate.weight"), deterministic=self._deterministic))
 
     def _experts(self, prefix: str, of: ExpertsConfig) -> PackedExperts:
         """The experts of a layer. The router keeps its bits: it is small, and decides for all that follows."""

@@ -4,7 +4,8 @@ Without torch, so that a model is checked before anything slow happens, its down
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import Quantization
@@ -18,6 +19,10 @@ LOGITS_BYTES = 3 * 4
 """Bytes of one logit while rows are sampled: in float32, adjusted, and for a ranking."""
 BLOCKS, SCALES = "_blocks", "_scales"
 """Endings of the two tensors of a weight in MXFP4: two numbers to a byte, and exponents."""
+STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""Names below a layer of two tensors with all its experts."""
+SHARED = "mlp.shared_expert"
+"""Name below a layer of the expert that every token goes through."""
 STATE_SHARE = 0.5
 """Share of a pool's memory that recurrent states may take."""
 MOST_SNAPSHOTS = 256
@@ -95,11 +100,11 @@ def _recurrent_shapes(recurrent: RecurrentConfig, hidden: int) -> dict[str, tupl
             "conv.out_proj.weight": (hidden, recurrent.mixed),
         }
     heads = delta.num_value_heads
+    inputs = {"in_proj_qkv": recurrent.channels, "in_proj_z": delta.values, "in_proj_b": heads, "in_proj_a": heads}
+    if delta.is_fused:
+        inputs = {"in_proj_qkvz": recurrent.channels + delta.values, "in_proj_ba": 2 * heads}
     return {
-        "linear_attn.in_proj_qkv.weight": (recurrent.channels, hidden),
-        "linear_attn.in_proj_z.weight": (delta.values, hidden),
-        "linear_attn.in_proj_b.weight": (heads, hidden),
-        "linear_attn.in_proj_a.weight": (heads, hidden),
+        **{f"linear_attn.{name}.weight": (rows, hidden) for name, rows in inputs.items()},
         "linear_attn.conv1d.weight": conv,
         "linear_attn.A_log": (heads,),
         "linear_attn.dt_bias": (heads,),
@@ -119,6 +124,9 @@ def _expert_shapes(experts: ExpertsConfig, hidden: int) -> dict[str, tuple[int, 
     else:
         parts[experts.gate] = (inner, hidden)
     shapes: dict[str, tuple[int, ...]] = {f"{experts.router}.weight": (num, hidden)}
+    if shared := experts.shared_size:
+        shapes |= {f"{SHARED}.{name}_proj.weight": (shared, hidden) for name in ("gate", "up")}
+        shapes |= {f"{SHARED}.down_proj.weight": (hidden, shared), f"{SHARED}_gate.weight": (1, hidden)}
     for name, shape in parts.items():
         if "{}" in name:
             shapes |= {f"{name.format(expert)}.weight": shape for expert in range(num)}
@@ -141,13 +149,25 @@ def _stored_shapes(experts: ExpertsConfig, hidden: int) -> dict[str, tuple[int, 
     return shapes
 
 
+def as_stored(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """The description of a model whose weights have these names: some publishers store all plain experts of a layer as
+    one tensor, [num_experts, rows, columns], without the usual ending of its name (Qwen 3.5)."""
+    experts = config.experts
+    if experts is None or experts.gate is None or not any(name.endswith(f".{STACKED[0]}") for name in names):
+        return config
+    up, down = STACKED
+    own = tuple((f"{name}.weight", name) for name in STACKED)
+    return replace(config, experts=replace(experts, gate=None, up=up, down=down), own_names=(*config.own_names, *own))
+
+
 def check_names(names: Iterable[str], config: ModelConfig, where: str) -> None:
     """Compare the names of a model's tensors with those that its description calls for.
 
     Raises:
         StartupError: a tensor is missing, or unknown to the decoder.
     """
-    expected, known = expected_shapes(config), dict.fromkeys(names)
+    known = dict.fromkeys(names)
+    expected = expected_shapes(as_stored(config, known))
     if missing := [name for name in expected if name not in known]:
         raise StartupError(f"the weights in {where} lack {_named(missing)}")
 
@@ -193,6 +213,8 @@ def step_bytes(config: ModelConfig, token_budget: int, max_requests: int) -> int
     inner = 3 * config.intermediate_size
     if config.experts is not None:  # what goes into each of a token's experts, and what comes out
         inner += config.experts.per_token * (2 * config.hidden_size + 3 * config.experts.intermediate_size)
+        if config.experts.shared_size:
+            inner += 3 * config.experts.shared_size + 4 * config.hidden_size
     mixed = (2 + config.attention_gate) * queries + keys
     if (recurrent := config.recurrent) is not None:  # projected, convolved, in and behind the delta rule, gated
         mixed = max(mixed, recurrent.projected + 2 * recurrent.channels + 4 * recurrent.mixed)
@@ -248,7 +270,8 @@ def pair_share(config: ModelConfig) -> float:
         if (experts := config.experts_of_layer(layer)) is None:
             num_products += 3 * config.intermediate_size * config.hidden_size
         else:
-            num_products += 3 * experts.per_token * experts.intermediate_size * config.hidden_size
+            inner = experts.per_token * experts.intermediate_size + experts.shared_size
+            num_products += 3 * inner * config.hidden_size
     num_unlimited = sum(config.layer_windows[layer] is None for layer in attention_layers)
     # a product with the key, and one with the value
     return 2 * query_size * num_unlimited / num_products if num_products else 0.0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import ModelConfig
-from raydix.engine.model.sizes import BLOCKS, SCALES, check_names, expected_shapes
+from raydix.engine.model.sizes import BLOCKS, SCALES, as_stored, check_names, expected_shapes
 from raydix.engine.model.stored_tensors import StoredTensor, read_headers
 
 _DTYPES = ("BF16", "F16", "F32")
@@ -39,8 +39,10 @@ class Checkpoint:
         self.folder = folder
         self._on_tensor = on_tensor
         self._stored = read_headers(folder)
+        self.config = as_stored(config, self._stored)
+        """The description, with the names that these weights have."""
         self._open_files: dict[Path, Any] = {}
-        _check(self._stored, config, folder)
+        _check(self._stored, self.config, folder)
 
     def tensor(self, name: str) -> Tensor:
         """Return the named tensor, as stored."""

@@ -11,7 +11,7 @@ from raydix.kernels.experts import PackedExperts
 from raydix.kernels.linear import Layout, PackedLinear
 from raydix.kernels.silu_and_mul import KINDS
 
-__all__ = ["DecoderPass", "DeltaWeights", "DenseMLP", "LayerWeights", "RecurrentWeights"]
+__all__ = ["DecoderPass", "DeltaWeights", "DenseMLP", "LayerWeights", "RecurrentWeights", "SharedExpert"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,18 @@ class DenseMLP:
 
     def products(self) -> tuple[PackedLinear, ...]:
         return self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An MLP that every token of a layer with experts goes through, too."""
+
+    mlp: DenseMLP
+    gate: PackedLinear
+    """[1, hidden]: the share of its result, by a sigmoid."""
+
+    def products(self) -> tuple[PackedLinear, ...]:
+        return (*self.mlp.products(), self.gate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +82,12 @@ class LayerWeights:
     """[num_heads] float32: of each head the score of a key whose value is zero."""
     recurrent: RecurrentWeights | None = None
     """None: the layer has attention. A recurrent layer has no use for `q_norm`, `k_norm`, `cos_sin` and `window`."""
+    shared: SharedExpert | None = None
+    """None: the layer has no such expert beside those of `mlp`."""
 
     def products(self) -> tuple[PackedLinear, ...]:
-        return self.qkv, self.output, *self.mlp.products()
+        shared = () if self.shared is None else self.shared.products()
+        return self.qkv, self.output, *self.mlp.products(), *shared
 
 
 class DecoderPass:
@@ -100,7 +115,7 @@ class DecoderPass:
     def supports(layers: tuple[LayerWeights, ...]) -> bool:
         """True if the C++ path computes every product itself, and has a norm before each."""
         # The C++ loop norms before each product; families that norm behind only go layer by layer in Python.
-        if any(layer.recurrent is not None for layer in layers):
+        if any(layer.recurrent is not None or layer.shared is not None for layer in layers):
             return False
         has_norms = all(layer.mlp_norm is not None and layer.next_norm is not None for layer in layers)
         return has_norms and all(product.layout is Layout.PANELS for layer in layers for product in layer.products())

@@ -32,6 +32,16 @@ GEMMA3 = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 QWEN3_MOE = {"head_dim": 32, "moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [2]}
 
+SHARED_EXPERT = {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 56}
+DELTA: dict[str, Any] = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -121,17 +131,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", {**EXPERTS, "head_dim": 32, "sliding_window": 24}),
     "glm": ("Glm", {"head_dim": 32}),
     "glm 4": ("Glm4", {"head_dim": 32}),
-    "qwen 3.5": (
-        "Qwen3_5",
-        {
-            "head_dim": 32,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 32,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-        },
-    ),
+    "qwen 2 moe": ("Qwen2Moe", {**EXPERTS, **SHARED_EXPERT, "mlp_only_layers": [2]}),
+    "qwen 3 next": ("Qwen3Next", {**EXPERTS, **SHARED_EXPERT, **DELTA}),
+    "qwen 3.5": ("Qwen3_5", DELTA),
+    "qwen 3.5 moe": ("Qwen3_5Moe", {**EXPERTS, **SHARED_EXPERT, **DELTA}),
     "lfm 2": (
         "Lfm2",
         {
@@ -144,7 +147,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 LAYER_BY_LAYER = {"granite", "olmo 2", "olmo 3", "exaone 4", "exaone 4 without windows", "ministral 3"}
-LAYER_BY_LAYER |= {"olmoe", "granite moe", "qwen 3.5", "lfm 2"}
+LAYER_BY_LAYER |= {"olmoe", "granite moe", "qwen 2 moe", "qwen 3 next", "qwen 3.5", "qwen 3.5 moe", "lfm 2"}
 """Cases with a part that the pass of all layers in one call does not know."""
 
 
@@ -154,7 +157,7 @@ def reference(case: str, folder: Path) -> tuple[list[int], torch.Tensor]:
     with quiet_transformers():
         import transformers
 
-        name = f"{family}Text" if family in ("Gemma3", "Qwen3_5") else family
+        name = f"{family}Text" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else family
         config = getattr(transformers, f"{name}Config")(**{**SMALL, **extra})
         torch.manual_seed(0)
         theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -15,7 +15,7 @@ from raydix.engine.model.runner import build_batch, made_up_step
 from raydix.engine.model.tokenizer import quiet_transformers
 from raydix.kernels.decoder_pass import DecoderPass
 from tests.model.logits import logits_in_chunks
-from tests.model.random_models import CASES, GEMMA3, LAYER_BY_LAYER, SMALL, reference
+from tests.model.random_models import CASES, DELTA, GEMMA3, LAYER_BY_LAYER, SMALL, reference
 from tests.skips import NO_PRODUCT
 
 
@@ -53,6 +53,7 @@ VISION = {
     "patch_size": 14,
 }
 MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+MROPE_PART = {**MROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.25}
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma 3": (
@@ -71,6 +72,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "pixtral", **VISION},
     ),
     "qwen 2.5 vl": ("Qwen2_5_VL", {"rope_parameters": MROPE}, {**QWEN_VISION, "fullatt_block_indexes": [0]}),
+    "qwen 3.5 vl": ("Qwen3_5", {**DELTA, "rope_parameters": MROPE_PART}, {**QWEN_VISION, "model_type": "qwen3_5"}),
     "qwen 3 vl": (
         "Qwen3VL",
         {"head_dim": 16, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
@@ -133,6 +135,26 @@ def rename_text_part(path: Path, layout: str) -> None:
     assert any(name.startswith(layout) for name in tensors)
     assert any("language_model" not in name and "lm_head" not in name for name in tensors), "other parts"
     save_file(tensors, path, {"format": "pt"})
+
+
+def test_experts_of_a_layer_may_be_one_tensor(tmp_path: Path) -> None:
+    """As Qwen 3.5 is published; transformers saves them one by one."""
+    token_ids, _ = reference("qwen 3.5 moe", tmp_path)
+    path = tmp_path / "model.safetensors"
+    apart = load_file(path)
+    one_by_one = Decoder.from_folder(tmp_path, torch.bfloat16)
+    expected = logits_in_chunks(one_by_one, token_ids, chunk=40)
+    stacked = {name: tensor for name, tensor in apart.items() if ".mlp.experts." not in name}
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        each = {
+            part: torch.stack([apart[f"{prefix}.{expert}.{part}_proj.weight"] for expert in range(8)])
+            for part in ("gate", "up", "down")
+        }
+        stacked[f"{prefix}.gate_up_proj"] = torch.cat((each["gate"], each["up"]), 1)
+        stacked[f"{prefix}.down_proj"] = each["down"]
+    save_file(stacked, path, {"format": "pt"})
+    assert torch.equal(logits_in_chunks(Decoder.from_folder(tmp_path, torch.bfloat16), token_ids, chunk=40), expected)
 
 
 def test_more_rows_than_tokens_are_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import DraftLimits, EngineSettings, SchedulerLimits
+from raydix.engine.core.types import TokenEvent
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.model.build import build_engine
 from raydix.engine.model.decoder import Decoder
@@ -17,7 +18,7 @@ from tests.model.random_models import reference
 from tests.model.test_family_exactness import ask, make_engine
 from tests.skips import NO_PRODUCT
 
-RECURRENT = ["qwen 3.5", "lfm 2"]
+RECURRENT = ["qwen 3.5", "lfm 2", "qwen 3 next"]
 GENERATOR = torch.Generator().manual_seed(3)
 TEXT = tuple(torch.randint(1, 200, (400,), generator=GENERATOR).tolist())
 DOCUMENT = TEXT[:160]
@@ -41,7 +42,7 @@ def engine_of(decoder: Decoder, drafter: Drafter | None = None, budget: int = 51
 def answer(engine: Engine, prompt: Sequence[int]) -> tuple[list[tuple[object, object]], int]:
     """The tokens of an answer with their log-probabilities, and the tokens of the prompt that were cached."""
     engine.submit(ask("ours", prompt), 0.0)
-    events = []
+    events: list[TokenEvent] = []
     while (step := engine.step(0.0)) is not None:
         events += step.events
     engine.scheduler.check_integrity()

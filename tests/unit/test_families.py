@@ -8,6 +8,7 @@ from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import RopeConfig
 from raydix.engine.model.families import FAMILIES, config_of
 from raydix.engine.model.families.refused import missing_for
+from raydix.engine.model.sizes import check_names, expected_shapes
 
 SMALL: dict[str, Any] = {
     "vocab_size": 200,
@@ -61,7 +62,7 @@ def test_an_unknown_family_names_the_known_ones(config: dict[str, Any]) -> None:
         ({"architectures": ["MambaForCausalLM"]}, "recurrent state"),
         ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "MLA"),
         ({"architectures": ["Gemma4ForConditionalGeneration"], "text_config": {"model_type": "gemma4_text"}}, "shared"),
-        ({"text_config": {"model_type": "qwen3_5_moe_text"}}, "DeltaNet"),
+        ({"architectures": ["Lfm2MoeForCausalLM"]}, "correction"),
         ({"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, "stored transposed"),
         ({"text_config": {"model_type": "qwen3_vl_moe_text"}}, "stored transposed"),
         ({"architectures": ["Glm4MoeLiteForCausalLM"]}, "MLA"),
@@ -149,6 +150,19 @@ def test_layers_of_qwen_3_5() -> None:
         config_of({**SMALL, "model_type": "qwen3_5", "layer_types": [*kinds[:3], "sliding_attention"]})
     with pytest.raises(StartupError, match="3 heads of values cannot share 2 of keys"):
         config_of({**SMALL, "model_type": "qwen3_5", "linear_num_value_heads": 3, "linear_num_key_heads": 2})
+
+
+def test_experts_of_a_layer_may_be_stored_as_one_tensor() -> None:
+    config = config_of({**SMALL, "model_type": "qwen3_5_moe", "num_experts": 4, "num_experts_per_tok": 2})
+    apart = list(expected_shapes(config))
+    check_names(apart, config, "somewhere")
+    layers = [name.split("mlp.experts.")[0] for name in apart if name.endswith("mlp.experts.0.gate_proj.weight")]
+    rest = [name for name in apart if ".mlp.experts." not in name]
+    stacked = [f"{layer}mlp.experts.{part}" for layer in layers for part in ("gate_up_proj", "down_proj")]
+    assert len(layers) == 4
+    check_names([*rest, *stacked], config, "somewhere")
+    with pytest.raises(StartupError, match=r"lack model\.layers\.3\.mlp\.experts\.down_proj"):
+        check_names([*rest, *stacked[:-1]], config, "somewhere")
 
 
 def test_layers_of_lfm_2() -> None:

@@ -18,7 +18,7 @@ from raydix.engine.model.families.lfm import LFM2
 from raydix.engine.model.families.llama import ERNIE4_5, EXAONE4, GLM, GLM4, HELIUM, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from raydix.engine.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
 from raydix.engine.model.families.olmo import OLMO2, OLMO3, OLMOE
-from raydix.engine.model.families.qwen import QWEN2, QWEN3, QWEN3_5, QWEN3_MOE
+from raydix.engine.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 from raydix.engine.model.families.refused import missing_for
 
 _ALL = (
@@ -27,6 +27,7 @@ _ALL = (
     *(PHI3, SMOLLM3, GLM, GLM4, HELIUM, ERNIE4_5, SEED_OSS),
     *(GRANITE, OLMO2, OLMO3, EXAONE4, MINISTRAL3),
     LFM2,
+    *(QWEN2_MOE, QWEN3_NEXT, QWEN3_5_MOE),
     *(QWEN3_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GPT_OSS),
 )
 FAMILIES = {family.model_type: family for family in _ALL}

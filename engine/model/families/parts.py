@@ -65,6 +65,7 @@ def experts_of(settings: Settings, layers: Iterable[int] | None = None) -> Exper
         intermediate_size=int(settings.get("moe_intermediate_size") or settings["intermediate_size"]),
         normalised=bool(settings["norm_topk_prob"]),
         layers=tuple(every if layers is None else layers),
+        shared_size=int(settings.get("shared_expert_intermediate_size") or 0),
     )
 
 

@@ -1,8 +1,8 @@
-"""Qwen 2 and 3, Qwen 3 with experts, and Qwen 3.5."""
+"""Qwen 2 and 3, Qwen 3 Next, and Qwen 3.5, each with and without experts."""
 
 from dataclasses import replace
 
-from raydix.engine.model.config import DeltaConfig, ModelConfig, RecurrentConfig
+from raydix.engine.model.config import DeltaConfig, ExpertsConfig, ModelConfig, RecurrentConfig
 from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.parts import decoder, experts_of, layer_windows
 
@@ -53,13 +53,40 @@ QWEN3 = Family(
 """Qwen 3: queries and keys pass a norm."""
 
 
-def _qwen3_moe(settings: Settings) -> ModelConfig:
+def _experts(settings: Settings) -> ExpertsConfig:
+    """The experts of all layers but those that the configuration leaves out."""
     step, dense = int(settings["decoder_sparse_step"]), settings.get("mlp_only_layers") or []
     layers = [index for index in range(int(settings["num_hidden_layers"])) if (index + 1) % step == 0]
-    return replace(
-        QWEN3.describe(settings),
-        experts=experts_of(settings, layers=[index for index in layers if index not in dense]),
-    )
+    return experts_of(settings, layers=[index for index in layers if index not in dense])
+
+
+def _qwen2_moe(settings: Settings) -> ModelConfig:
+    return replace(_qwen2(settings), attention_bias=bool(settings["qkv_bias"]), experts=_experts(settings))
+
+
+QWEN2_MOE = Family(
+    model_type="qwen2moe",
+    architecture="Qwen2MoeForCausalLM",
+    title="Qwen 1.5 and 2 MoE",
+    sizes={"A2.7B": 14.3, "57B-A14B": 57.4},
+    defaults={
+        **QWEN2_DEFAULTS,
+        "num_key_value_heads": 16,
+        "qkv_bias": True,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+    },
+    describe=_qwen2_moe,
+)
+"""Qwen 2 with experts: beside those of its router a token goes through one that is everybody's, behind a gate."""
+
+
+def _qwen3_moe(settings: Settings) -> ModelConfig:
+    return replace(QWEN3.describe(settings), experts=_experts(settings))
 
 
 QWEN3_MOE = Family(
@@ -96,7 +123,8 @@ def recurrent_layers(settings: Settings) -> tuple[int, ...]:
     return tuple(index for index, kind in enumerate(kinds) if kind == "linear_attention")
 
 
-def _qwen3_5(settings: Settings) -> ModelConfig:
+def _hybrid(settings: Settings, *, is_fused: bool = False) -> ModelConfig:
+    """Describe the decoder as far as Qwen 3 Next and 3.5 are alike. `is_fused`: of `DeltaConfig`."""
     layers = recurrent_layers(settings)
     num_key_heads, num_value_heads = (int(settings[f"linear_num_{each}_heads"]) for each in ("key", "value"))
     if num_value_heads % num_key_heads:
@@ -106,6 +134,7 @@ def _qwen3_5(settings: Settings) -> ModelConfig:
         num_value_heads=num_value_heads,
         key_dim=int(settings["linear_key_head_dim"]),
         value_dim=int(settings["linear_value_head_dim"]),
+        is_fused=is_fused,
     )
     recurrent = RecurrentConfig(
         layers=layers,
@@ -122,25 +151,67 @@ def _qwen3_5(settings: Settings) -> ModelConfig:
     )
 
 
+HYBRID_DEFAULTS = {
+    "head_dim": 256,
+    "max_position_embeddings": 32_768,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+"""Values that the `config.json` of Qwen 3 Next or 3.5 may leave out."""
+
 QWEN3_5 = Family(
     model_type="qwen35",
     architecture="Qwen3_5ForCausalLM",
     title="Qwen 3.5, dense",
     sizes={"0.8B": 0.8, "2B": 2.0, "4B": 4.0, "9B": 9.0, "27B": 27.0},
     also=("Qwen3_5ForConditionalGeneration",),
-    defaults={
-        "head_dim": 256,
-        "max_position_embeddings": 32_768,
-        "num_key_value_heads": 4,
-        "partial_rotary_factor": 0.25,
-        "full_attention_interval": 4,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-    },
-    describe=_qwen3_5,
+    defaults={**HYBRID_DEFAULTS, "num_key_value_heads": 4},
+    describe=_hybrid,
 )
 """Qwen 3.5: of four layers three have a recurrent state (gated DeltaNet), the others attention behind a gate. Norms
 store one less than what they multiply by, except the one behind the recurrence."""
+
+HYBRID_EXPERTS = {
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "num_key_value_heads": 2,
+}
+
+
+def _qwen3_next(settings: Settings) -> ModelConfig:
+    return replace(_hybrid(settings, is_fused=True), experts=_experts(settings))
+
+
+QWEN3_NEXT = Family(
+    model_type="qwen3next",
+    architecture="Qwen3NextForCausalLM",
+    title="Qwen 3 Next",
+    sizes={"80B-A3B": 80.0},
+    defaults={**HYBRID_DEFAULTS, **HYBRID_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10},
+    describe=_qwen3_next,
+)
+"""Qwen 3 Next: layers as Qwen 3.5's, 512 small experts, and one that is everybody's."""
+
+
+def _qwen3_5_moe(settings: Settings) -> ModelConfig:
+    return replace(_hybrid(settings), experts=_experts(settings))
+
+
+QWEN3_5_MOE = Family(
+    model_type="qwen35moe",
+    architecture="Qwen3_5MoeForCausalLM",
+    title="Qwen 3.5 and 3.6 MoE",
+    sizes={"35B-A3B": 35.0, "122B-A10B": 122.0, "397B-A17B": 397.0},
+    also=("Qwen3_5MoeForConditionalGeneration",),
+    defaults={**HYBRID_DEFAULTS, **HYBRID_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
+    describe=_qwen3_5_moe,
+)
+"""Qwen 3.5 with experts, 256 small ones, and one that is everybody's."""

@@ -16,11 +16,6 @@ class Refused:
 
 REFUSED = (
     Refused("DeepSeek V2 and V3, Kimi K2", ("DeepseekV2", "DeepseekV3"), "attention through a latent (MLA)"),
-    Refused(
-        "Qwen 3 Next, Qwen 3.5 and 3.6 MoE",
-        ("Qwen3Next", "Qwen3_5Moe"),
-        "an expert for every token behind a gate of its own, beside layers with a recurrent state (gated DeltaNet)",
-    ),
     Refused("LFM 2 MoE", ("Lfm2Moe",), "routing with a correction of each expert's score"),
     Refused(
         "Granite 4, Nemotron-H, Falcon H1, Jamba, Bamba, Zamba 2, Mamba",
@@ -28,7 +23,6 @@ REFUSED = (
         "layers with a recurrent state (Mamba)",
     ),
     Refused("Qwen 3 VL MoE", ("Qwen3VLMoe",), "checkpoints whose experts are stored transposed, all of a layer as one"),
-    Refused("Qwen 2 MoE", ("Qwen2Moe",), "an expert for every token behind a gate of its own"),
     Refused(
         "GLM-4.5 to 4.7, ERNIE 4.5 MoE, dots.llm1, MiniMax M2",
         ("Glm4Moe", "Ernie4_5_Moe", "Dots1", "MiniMaxM2"),
