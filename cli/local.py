@@ -90,10 +90,11 @@ async def _serve(config: Config, console: Console) -> None:
 
 async def _listen(application: object, config: Config, console: Console, stopping: "asyncio.Task[bool]") -> None:
     """Answer requests until told to stop. Raises StartupError if the port was taken meanwhile."""
+    folder = resolve_model(config.model.source, quantization=config.model.quantization)
     async with listening(application, config) as serving:
         console.print(
             f"ready after {age_s():.1f} s: {url_of(config)}, all in this process: nothing takes over from it\n"
-            f"{who_may_use(config)}\n\n{example(config, resolve_model(config.model.source))}\n",
+            f"{who_may_use(config)}\n\n{example(config, folder)}\n",
             soft_wrap=True,
         )
         await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)

@@ -290,7 +290,8 @@ def _start_and_use(running: StartedServer, use: Callable[[StartedServer], None])
 
 def _serve_until_stopped(running: StartedServer) -> None:
     """Print a request to try, and wait for a reason to end. Raises ClusterDiedError."""
-    folder = resolve_model(running.config.model.source)
+    model = running.config.model
+    folder = resolve_model(model.source, quantization=model.quantization)
     running.console.print(f"{example(running.config, folder)}\n", soft_wrap=True)
     while not running.stop.wait(POLL_S) and not is_orphaned():
         running.cluster.check()

@@ -222,13 +222,15 @@ def _ways_out(config: Config, model: ModelConfig, machine: Machine, most_len: in
         ways.append(f"model.max_model_len of at most {most_len} fits")
     on_cpus = all(not runs_on_gpu(config, section, machine) for section in config.workers.sections.values())
     if config.model.quantization is None and on_cpus:
-        int8 = config.model_copy(update={"model": config.model.model_copy(update={"quantization": "int8"})})
         block_bytes = kv_block_bytes(model, config.cache.block_size, config.model.dtype)
-        room = min(_room_gib(int8, section, model, machine) for section in int8.workers.sections.values())
-        # Computed and not guessed: a way out that is named must work.
-        tokens = _tokens(_kv_gib(config, model, MOST_SHARE * room), block_bytes, config.cache.block_size)
-        if tokens >= least:
-            ways.append(f"with model.quantization int8 requests of up to {min(tokens, model.max_position)} tokens fit")
+        for quantization in ("int8",) if model.stored_bits is None else ("stored", "int8"):
+            less = config.model_copy(update={"model": config.model.model_copy(update={"quantization": quantization})})
+            room = min(_room_gib(less, section, model, machine) for section in less.workers.sections.values())
+            # Computed and not guessed: a way out that is named must work.
+            tokens = _tokens(_kv_gib(config, model, MOST_SHARE * room), block_bytes, config.cache.block_size)
+            tokens = min(tokens, model.max_position)
+            if tokens >= least:
+                ways.append(f"with model.quantization {quantization} requests of up to {tokens} tokens fit")
     return ways or ["take a smaller model, or a machine with more memory"]
 
 

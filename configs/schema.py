@@ -50,7 +50,8 @@ class ModelSection(Section):
     )
     quantization: Annotated[Quantization | None, Effect.INGRESS_AND_WORKERS] = Field(
         default=None,
-        description="int8: the weights of matrix products in 8 bits with a scale for each output channel, on CPUs.",
+        description="The weights of matrix products, on CPUs. int8: in 8 bits with a scale for each output channel. "
+        "stored: in the 4 to 8 bits that a GGUF file has them in; without it they are widened to the dtype.",
     )
     max_model_len: Annotated[int | None, BeforeValidator(_number_unless_auto), Effect.INGRESS_AND_WORKERS] = Field(
         default=None,

@@ -10,7 +10,7 @@ from raydix.engine.core.types import DraftSource
 GIB = 1 << 30
 """Bytes."""
 
-Quantization: TypeAlias = Literal["int8"]
+Quantization: TypeAlias = Literal["int8", "stored"]
 """Rounding of the weights of matrix products: int8 with a float32 scale for each output channel."""
 
 

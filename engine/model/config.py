@@ -11,6 +11,9 @@ from typing import Any, Literal, TypeAlias
 
 from raydix.engine.core.errors import StartupError
 
+STORED_BITS = "stored_bits"
+"""Key of `ModelConfig.stored_bits` in the `config.json` of a converted file."""
+
 JsonObject: TypeAlias = Mapping[str, Any]
 Activation: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
@@ -191,6 +194,9 @@ class ModelConfig:
     """The q projection gives each head a gate, too, behind its query: what attention gives is multiplied by the gate's
     sigmoid (Qwen 3.5)."""
     experts: ExpertsConfig | None = None
+    stored_bits: float | None = None
+    """Of a weight, in memory and on average, if matrices are kept as a file of few bits has them; None: the model comes
+    from no such file."""
     recurrent: RecurrentConfig | None = None
     own_names: tuple[tuple[str, str], ...] = ()
     """Parts of tensors' names that differ from the usual ones: the usual part and the family's."""

@@ -38,7 +38,17 @@ from raydix.kernels.decoder_pass import (
 )
 from raydix.kernels.experts import PackedExperts, experts, pack_experts
 from raydix.kernels.gated_delta import gated_delta
-from raydix.kernels.linear import Layout, PackedLinear, linear, pack_weight
+from raydix.kernels.linear import (
+    GroupedWeight,
+    Layout,
+    PackedLinear,
+    in_one_form,
+    keeps_groups,
+    linear,
+    pack_groups,
+    pack_weight,
+    stacked,
+)
 from raydix.kernels.paged_attention import paged_attention
 from raydix.kernels.rms_norm import rms_norm
 from raydix.kernels.rotary import rotary_order, rotary_tables
@@ -117,9 +127,8 @@ class Decoder:
         with torch.inference_mode():
             # A copy, so that no weight file stays in use.
             self._embedding = loader.tensor("model.embed_tokens.weight").clone()
-            head = None if config.tie_word_embeddings else loader.tensor("lm_head.weight")
             # Only ids of the tokenizer have logits, so that no padding of the table is ever sampled.
-            self._lm_head = loader.pack((self._embedding if head is None else head)[: self.vocab_size])
+            self._lm_head = loader.head(self._embedding, self.vocab_size)
 
             # In the model's dtype, as the published implementation rounds it.
             scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self.device)
@@ -406,6 +415,9 @@ class _OwnNames:
     def tensor(self, name: str) -> Tensor:
         return self._weights.tensor(self._config.stored_name(name))
 
+    def grouped(self, name: str) -> GroupedWeight | None:
+        return self._weights.grouped(self._config.stored_name(name))
+
 
 class _Loader:
     """Turns named tensors into layers: converts, fuses q, k, v and gate, up, and packs, one layer at a time."""
@@ -426,6 +438,7 @@ class _Loader:
         self._device = device
         self._max_position = max_position
         self._int8 = quantization == "int8"
+        self._keeps_groups = quantization == "stored"
         self._deterministic = deterministic
         self._tables: list[tuple[RopeConfig | None, Tensor]] = []
 
@@ -436,6 +449,24 @@ class _Loader:
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """Load a product's weight in packed form."""
         return pack_weight(weight, bias, int8=self._int8, deterministic=self._deterministic)
+
+    def head(self, embedding: Tensor, vocab_size: int) -> PackedLinear:
+        """The product that gives logits, of the first tokens; its weight may be that of the embedding."""
+        is_tied = self._config.tie_word_embeddings
+        name = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
+        if (kept := self._kept([name])) is not None:
+            return pack_groups(kept.rows(slice(vocab_size)))
+        return self.pack((embedding if is_tied else self.tensor(name))[:vocab_size])
+
+    def _kept(self, names: Sequence[str]) -> GroupedWeight | None:
+        """Weights one below the other as their file stores them in few bits; None: they are widened."""
+        if not self._keeps_groups:
+            return None
+        weights = [weight for name in names if (weight := self._weights.grouped(name)) is not None]
+        if len(weights) < len(names) or not all(map(keeps_groups, weights)):
+            return None
+        alike = in_one_form(weights)
+        return None if alike is None else stacked(alike)
 
     def norm(self, name: str) -> Tensor:
         """A norm's weight in float32, the family's offset added; a copy, so that no weight file stays in use."""
@@ -535,6 +566,8 @@ class _Loader:
     def _experts(self, prefix: str, of: ExpertsConfig) -> PackedExperts:
         """The experts of a layer. The router keeps its bits: it is small, and decides for all that follows."""
         names = [of.up] if of.gate is None else [of.gate, of.up]
+        if self._keeps_groups and all("{}" in name for name in names):
+            return self._experts_one_by_one(prefix, of, names)
         parts = zip(*(self._of_each(f"{prefix}{name}", of) for name in names), strict=True)
         first = (torch.cat(each) if of.stored == "plain" else _halves(each[0]) for each in parts)
         first_biases, second_biases = (self._biases(f"{prefix}{name}", of) for name in (of.up, of.down))
@@ -549,6 +582,16 @@ class _Loader:
             of.per_token,
             normalised=of.normalised,
             activation=self._config.activation,
+        )
+
+    def _experts_one_by_one(self, prefix: str, of: ExpertsConfig, names: Sequence[str]) -> PackedExperts:
+        """The experts of a layer that are tensors of their own, as they are stored where that is in few bits."""
+        numbers = range(of.num_experts)
+        first = [self._packed([f"{prefix}{name.format(number)}" for name in names], bias=False) for number in numbers]
+        second = [self._packed([f"{prefix}{of.down.format(number)}"], bias=False) for number in numbers]
+        router = pack_weight(self.tensor(f"{prefix}{of.router}.weight"), deterministic=self._deterministic)
+        return pack_experts(
+            router, first, second, of.per_token, normalised=of.normalised, activation=self._config.activation
         )
 
     def _of_each(self, name: str, of: ExpertsConfig) -> Iterable[Tensor]:
@@ -572,36 +615,22 @@ class _Loader:
         """The q, k and v projections as one; the rows of each q and k head in the order that the kernels rotate."""
         config = self._config
         names = [f"{prefix}qkv_proj"] if config.fused_qkv else [f"{prefix}{part}_proj" for part in ("q", "k", "v")]
-        weight, bias = self._stacked(names, bias=config.attention_bias)
-        if config.attention_gate:
-            weight, bias = self._gates_last(weight), None if bias is None else self._gates_last(bias)
         # The rows are put in the kernels' order once here, instead of shuffling each query and key in each step.
-        rows = _qkv_order(config, rope)
-        if rows is None:
-            return self.pack(weight, bias)
-        rows = rows.to(self._device)
-        return self.pack(weight[rows], None if bias is None else bias[rows])
-
-    def _gates_last(self, rows: Tensor) -> Tensor:
-        """Rows of q, k and v with the gate of each head behind its query, as queries, keys, values and then gates."""
-        heads, head_dim = self._config.num_heads, self._config.head_dim
-        query, rest = rows[: 2 * heads * head_dim], rows[2 * heads * head_dim :]
-        apart = query.view(heads, 2, head_dim, *rows.shape[1:])
-        return torch.cat((apart[:, 0].flatten(0, 1), rest, apart[:, 1].flatten(0, 1)))
+        return self._packed(names, bias=config.attention_bias, order=_qkv_order(config, rope))
 
     def _head_norm(self, name: str, rope: RopeConfig | None) -> Tensor:
         """A norm of q or k heads, in the order of the heads' rows."""
         weight, order = self.norm(name), _head_order(self._config.head_dim, rope)
         return weight if order is None else weight[order.to(self._device)]
 
-    def _packed(self, names: list[str], *, bias: bool) -> PackedLinear:
-        return self.pack(*self._stacked(names, bias=bias))
-
-    def _stacked(self, names: list[str], *, bias: bool) -> tuple[Tensor, Tensor | None]:
-        """The weights of some projections one below the other, and their biases."""
-        weights = [self.tensor(f"{name}.weight") for name in names]
-        biases = [self.tensor(f"{name}.bias") for name in names] if bias else None
-        return torch.cat(weights), None if biases is None else torch.cat(biases)
+    def _packed(self, names: list[str], *, bias: bool, order: Tensor | None = None) -> PackedLinear:
+        """Some projections as one, one below the other, or their rows in another order."""
+        rows = slice(None) if order is None else order.to(self._device)
+        biases = torch.cat([self.tensor(f"{name}.bias") for name in names])[rows] if bias else None
+        if (kept := self._kept([f"{name}.weight" for name in names])) is not None:
+            return pack_groups(kept if order is None else kept.rows(rows), biases)
+        weight = torch.cat([self.tensor(f"{name}.weight") for name in names])
+        return self.pack(weight if order is None else weight[rows], biases)
 
     def _cos_sin(self, rope: RopeConfig | None) -> Tensor:
         """Rotary table, shared between layers with the same rotation."""
@@ -635,12 +664,20 @@ def _query_scale(config: ModelConfig, max_position: int, dtype: torch.dtype, dev
 def _qkv_order(config: ModelConfig, rope: RopeConfig | None) -> Tensor | None:
     """The rows of the q, k and v projections, one below the other, as the kernels take them; None: it is the same."""
     order = _head_order(config.head_dim, rope)
-    if order is None:
+    if order is None and not config.attention_gate:
         return None
-    starts = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * config.head_dim
-    rotated = (starts + order).flatten()
     num_rows = ((1 + config.attention_gate) * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    return torch.cat((rotated, torch.arange(len(rotated), num_rows)))
+    rows = torch.arange(num_rows)
+    if config.attention_gate:
+        # The gate of each head stands behind its query; all gates go behind queries, keys and values.
+        num_first = 2 * config.num_heads * config.head_dim
+        query, gate = rows[:num_first].view(config.num_heads, 2, config.head_dim).unbind(1)
+        rows = torch.cat((query.flatten(), rows[num_first:], gate.flatten()))
+    if order is not None:
+        starts = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * config.head_dim
+        rotated = (starts + order).flatten()
+        rows = torch.cat((rows[rotated], rows[len(rotated) :]))
+    return rows
 
 
 def _head_order(head_dim: int, rope: RopeConfig | None) -> Tensor | None:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raydix.engine.core.errors import StartupError
-from raydix.engine.model.config import unsupported
+from raydix.engine.model.config import STORED_BITS, unsupported
 from raydix.engine.model.families import FAMILIES
+from raydix.engine.model.gguf_bits import FILE_BITS, MEMORY_BITS, suffix
 from raydix.engine.model.gguf_settings import ArrayOf, read_settings
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ class GgufModel:
             "rope_parameters": self._rope(head_dim),
             "torch_dtype": "bfloat16",
         }
+        if (bits := self._stored_bits()) is not None:
+            config[STORED_BITS] = bits
         for key in ("bos_token_id", "eos_token_id"):
             if (token_id := self._field(f"tokenizer.ggml.{key}")) is not None:
                 config[key] = int(token_id)
@@ -138,9 +141,10 @@ class GgufModel:
         expert goes, where the tensor is one of all experts."""
         return {name: self._hf_name(name) for name in self._tensors if name != _ROPE_FACTORS}
 
-    def num_elements(self, name: str) -> int:
-        """Number of weights in the named tensor of the file."""
-        return int(self._tensors[name].n_elements)
+    def num_bytes(self, name: str, *, keeps: bool) -> int:
+        """Size of the named tensor of the file once it is converted."""
+        source = self._tensors[name]
+        return int(source.n_bytes if keeps and self._kind(name) else 2 * source.n_elements)
 
     def tensor(self, name: str) -> "torch.Tensor":
         """Return the named tensor of the file, dequantised and in Hugging Face's layout.
@@ -160,21 +164,51 @@ class GgufModel:
                 f"{self.path} stores {name} as {source.tensor_type.name}, which cannot be read"
             ) from error
 
-        if self.kind == "llama" and name.split(".")[2:3] in (["attn_q"], ["attn_k"]):
-            heads = "attention.head_count" if ".attn_q." in name else "attention.head_count_kv"
-            values = _unpermute(values, int(self._setting(heads)))
+        values = self._in_order(name, values)
         if self.kind.startswith("gemma") and name.endswith("norm.weight"):
             values = values - np.float32(1.0)
 
         tensor = torch.tensor(values)  # a copy: what was float32 in the file is a view of it
         return tensor.to(torch.bfloat16) if tensor.dim() > 1 else tensor
 
-    def hf_tensors(self, name: str) -> dict[str, "torch.Tensor"]:
-        """Return what the named tensor of the file holds, by Hugging Face's names, as `tensor` does."""
-        hf_name, tensor = self._hf_name(name), self.tensor(name)
+    def blocks(self, name: str) -> "torch.Tensor":
+        """Return the named matrix of the file as it is, in Hugging Face's order of rows: uint8 [..., bytes of a
+        row]."""
+        import torch
+
+        return torch.from_numpy(self._in_order(name, np.array(self._tensors[name].data)))
+
+    def hf_tensors(self, name: str, *, keeps: bool = False) -> dict[str, "torch.Tensor"]:
+        """Return what the named tensor of the file holds, by Hugging Face's names, as `tensor` does; or, if `keeps`, in
+        its blocks where it has any (`raydix.engine.model.gguf_blocks`)."""
+        hf_name, kind = self._hf_name(name), self._kind(name) if keeps else None
+        tensor = self.tensor(name) if kind is None else self.blocks(name)
+        hf_name = hf_name if kind is None else f"{hf_name}{suffix(kind)}"
         if "{}" not in hf_name:
             return {hf_name: tensor}
         return {hf_name.format(expert): weight.clone() for expert, weight in enumerate(tensor)}
+
+    def _in_order(self, name: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The rows of a tensor in Hugging Face's order, which is another one for Llama's queries and keys."""
+        if self.kind == "llama" and name.split(".")[2:3] in (["attn_q"], ["attn_k"]):
+            heads = "attention.head_count" if ".attn_q." in name else "attention.head_count_kv"
+            return _unpermute(values, int(self._setting(heads)))
+        return values
+
+    def _kind(self, name: str) -> str | None:
+        """The kind of the blocks in which a matrix of the file can be kept; None: it has to be widened."""
+        source = self._tensors[name]
+        kind = str(source.tensor_type.name)
+        return kind if kind in MEMORY_BITS and len(source.shape) > 1 else None
+
+    def _stored_bits(self) -> float | None:
+        """Mean bits of a weight in memory if matrices are kept in their blocks; None: none can be."""
+        kinds = {name: self._kind(name) for name, tensor in self._tensors.items() if len(tensor.shape) > 1}
+        if not any(kinds.values()):
+            return None
+        sizes = {name: int(self._tensors[name].n_elements) for name in kinds}
+        total = sum(size * (16 if kinds[name] is None else MEMORY_BITS[kinds[name]]) for name, size in sizes.items())
+        return round(total / sum(sizes.values()), 2)
 
     def _hf_name(self, name: str) -> str:
         stem, _, suffix = name.rpartition(".")
@@ -274,19 +308,24 @@ class GgufBeginning(GgufModel):
         shape = (int(self._setting("embedding_length")), int(num_tokens))
         self._tensors = {"token_embd.weight": SimpleNamespace(shape=shape)}
 
+    def _stored_bits(self) -> float | None:
+        """As the file says of its matrices in general: the kind of each one comes behind the tokenizer."""
+        return FILE_BITS.get(self._field("general.file_type"))
+
     def _field(self, key: str) -> Any:
         return self._fields.get(key)
 
 
-def write_model_folder(path: Path, folder: Path, progress: Callable[[str], None]) -> None:
+def write_model_folder(path: Path, folder: Path, progress: Callable[[str], None], *, keeps: bool = False) -> None:
     """Write the GGUF file at `path` as a Hugging Face model folder: config, weights, tokenizer.
 
+    `keeps`: matrices of few bits are kept as they are, under names of their own.
     Not atomic; the caller gives an empty folder and moves it into place. Raises `StartupError` as `GgufModel` does.
     """
     model = GgufModel(path)
     _write_json(folder / "config.json", model.config())
     _write_json(folder / "generation_config.json", model.generation_config())
-    _write_weights(model, folder, progress)
+    _write_weights(model, folder, progress, keeps=keeps)
     progress("building the tokenizer")
     write_tokenizer(path, folder, pre_tokenizer=str(model._field("tokenizer.ggml.pre")))
 
@@ -311,7 +350,7 @@ def write_tokenizer(path: Path, folder: Path, *, pre_tokenizer: str) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _write_weights(model: GgufModel, folder: Path, progress: Callable[[str], None]) -> None:
+def _write_weights(model: GgufModel, folder: Path, progress: Callable[[str], None], *, keeps: bool = False) -> None:
     """Write one safetensors file, or several of about `_SHARD_BYTES` with an index, so that memory holds one at a
     time."""
     from safetensors.torch import save_file
@@ -320,7 +359,7 @@ def _write_weights(model: GgufModel, folder: Path, progress: Callable[[str], Non
     filled_bytes = 0
 
     for name in model.hf_names():
-        num_bytes = 2 * model.num_elements(name)
+        num_bytes = model.num_bytes(name, keeps=keeps)
         if shards[-1] and filled_bytes + num_bytes > _SHARD_BYTES:
             shards.append([])
             filled_bytes = 0
@@ -329,11 +368,11 @@ def _write_weights(model: GgufModel, folder: Path, progress: Callable[[str], Non
 
     weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards, start=1):
-        progress(f"dequantising weights, part {index} of {len(shards)}")
+        progress(f"{'copying' if keeps else 'dequantising'} weights, part {index} of {len(shards)}")
         file_name = "model.safetensors" if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
         tensors: dict[str, torch.Tensor] = {}
         for name in shard:
-            tensors |= model.hf_tensors(name)
+            tensors |= model.hf_tensors(name, keeps=keeps)
         save_file(tensors, folder / file_name, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file_name)
 

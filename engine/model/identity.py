@@ -51,8 +51,13 @@ def identify(
     Raises:
         StartupError: the model does not exist, cannot be used, or has a context shorter than `max_model_len`.
     """
-    folder = resolve_model(source)
+    folder = resolve_model(source, quantization=quantization)
     config = read_config(folder)
+    if quantization == "stored" and config.stored_bits is None and not computes_nothing(source):
+        raise StartupError(
+            f"model.quantization is stored, but {source} has no weights in 4 to 8 bits that could be kept: "
+            "name a GGUF file that has, or leave the key out"
+        )
 
     # Without a model no products are computed, so none are named.
     products = f"{quantization or 'computed'}{'' if deterministic else '-fast'}"

@@ -17,7 +17,7 @@ def prepare(engines: Iterable[EngineSettings], progress: Callable[[str], None]) 
     engines = list(engines)
     for settings in engines:
         progress("looking at the model")
-        resolve_model(settings.source, progress)
+        resolve_model(settings.source, progress, quantization=settings.quantization)
     # Workers on GPUs have kernels of their own, which depend on the card and are compiled there.
     if any(settings.device != "cuda" for settings in engines) and not is_at_hand():
         progress("building the CPU kernels, once per machine")

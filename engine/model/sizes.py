@@ -181,7 +181,7 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: Quantization | N
     """Memory of a loaded model's weights, with its rotary tables.
 
     A CPU keeps the table of embeddings beside the head's own layout, also where both are the same matrix; a GPU shares
-    it. Of an int8 matrix each output channel has a float32 scale.
+    it. Of an int8 matrix each output channel has a float32 scale; the bits of stored ones are an average over all.
     """
     width = DTYPE_BYTES[dtype]
     total = 0
@@ -195,10 +195,12 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: Quantization | N
             continue
         if name.endswith(BLOCKS):  # widened when they are loaded, two numbers from a byte
             shape = (*shape[:-1], 2 * shape[-1])
-            total += math.prod(shape) * (width if quantization is None else 1)
+            total += math.prod(shape) * (1 if quantization == "int8" else width)
         elif len(shape) == 1 or name.endswith("_bias"):
             total += 4 * math.prod(shape)  # norms and biases are float32
-        elif quantization is not None and name != _EMBEDDING and not (router and name.endswith(router)):
+        elif quantization == "stored" and config.stored_bits is not None and name != _EMBEDDING:
+            total += math.ceil(math.prod(shape) * config.stored_bits / 8)
+        elif quantization == "int8" and name != _EMBEDDING and not (router and name.endswith(router)):
             total += math.prod(shape) + 4 * math.prod(shape[:-1])
         else:
             total += width * math.prod(shape)

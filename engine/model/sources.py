@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from raydix.engine.core.errors import StartupError
+from raydix.engine.core.settings import Quantization
 from raydix.engine.model.config import ModelConfig, read_json
 from raydix.engine.model.families import config_of, read_config
 from raydix.engine.model.sizes import check_names
@@ -51,7 +52,7 @@ _HUB_PATTERNS = ["*.safetensors", *_HUB_SMALL]
 _TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json"}
 """Files of which transformers needs one to make a tokenizer."""
 _HUB_IGNORED = ["*/*", "consolidated*", "adapter_*"]
-_CONVERSION_VERSION = 1
+_CONVERSION_VERSION = 2
 _SAMPLE_BYTES = 1 << 20
 
 Progress = Callable[[str], None]
@@ -66,9 +67,10 @@ def _without_prefix(spec: str) -> str:
     return spec.removeprefix(NULL).removeprefix(SCRIPTED)
 
 
-def resolve_model(spec: str, progress: Progress = _LOG.info) -> Path:
+def resolve_model(spec: str, progress: Progress = _LOG.info, *, quantization: Quantization | None = None) -> Path:
     """Return the local folder of the model named by `spec`, downloaded or converted if need be.
 
+    A GGUF file's conversion keeps its weights of few bits with the quantization `stored`; it widens them otherwise.
     `progress` receives a line now and then during long work. Raises `StartupError`, in one line, if the model does not
     exist or cannot be used.
     """
@@ -82,12 +84,12 @@ def resolve_model(spec: str, progress: Progress = _LOG.info) -> Path:
     if path.is_file():
         if path.suffix != ".gguf":
             raise StartupError(f"{path} is not a model: name a folder with config.json or a .gguf file")
-        return _converted(path.resolve(), progress)
+        return _converted(path.resolve(), progress, keeps=quantization == "stored")
 
     if not path.exists() and _HUB_ID.fullmatch(spec) and path.suffix != ".gguf":
         return _hub_folder(spec, progress)
     if not path.exists() and (file := _HUB_FILE.fullmatch(spec)) is not None:
-        return _converted(_hub_file(*file.groups(), progress=progress), progress)
+        return _converted(_hub_file(*file.groups(), progress=progress), progress, keeps=quantization == "stored")
 
     raise StartupError(
         f"there is no model at {spec}: give a folder, a .gguf file, package:NAME/FILE or a hub id (org/name)"
@@ -308,16 +310,17 @@ def _hub_reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
 
 
-def _converted(path: Path, progress: Progress) -> Path:
-    """Return the cached folder of a GGUF file, written now if it does not exist."""
+def _converted(path: Path, progress: Progress, *, keeps: bool) -> Path:
+    """Return the cached folder of a GGUF file, written now if it does not exist. `keeps`: weights of few bits are kept
+    as the file has them."""
     try:
-        folder = _converted_folder(path)
+        folder = _converted_folder(path, keeps=keeps)
         if folder.is_dir():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder.with_name(f"{folder.name}.lock")):
             if not folder.is_dir():  # no other process wrote it during the wait for the lock
-                _convert(path, folder, progress)
+                _convert(path, folder, progress, keeps=keeps)
     except OSError as error:
         raise StartupError(
             f"cannot convert {path} into {cache_folder()}: {error}; set RAYDIX_CACHE to a writable folder with space"
@@ -325,12 +328,12 @@ def _converted(path: Path, progress: Progress) -> Path:
     return folder
 
 
-def _converted_folder(path: Path) -> Path:
+def _converted_folder(path: Path, *, keeps: bool = False) -> Path:
     """Folder of a GGUF file's conversion, which may not exist yet."""
-    return cache_folder() / "gguf" / f"{path.stem}-{_digest(path)}"
+    return cache_folder() / "gguf" / f"{path.stem}-{_digest(path)}{'-stored' if keeps else ''}"
 
 
-def _convert(path: Path, folder: Path, progress: Progress) -> None:
+def _convert(path: Path, folder: Path, progress: Progress, *, keeps: bool) -> None:
     from raydix.engine.model.gguf import write_model_folder
 
     unfinished = folder.with_name(f"{folder.name}.unfinished")
@@ -338,7 +341,7 @@ def _convert(path: Path, folder: Path, progress: Progress) -> None:
     unfinished.mkdir()
     progress(f"converting {path.name}, once, into {folder}")
     try:
-        write_model_folder(path, unfinished, progress)
+        write_model_folder(path, unfinished, progress, keeps=keeps)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

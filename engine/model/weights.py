@@ -13,8 +13,10 @@ from torch import Tensor
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.gguf_blocks import KINDS, grouped
 from raydix.engine.model.sizes import BLOCKS, SCALES, as_stored, check_names, expected_shapes
 from raydix.engine.model.stored_tensors import StoredTensor, read_headers
+from raydix.kernels.linear import GroupedWeight
 
 _DTYPES = ("BF16", "F16", "F32")
 
@@ -24,6 +26,10 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str) -> Tensor:
         """Return the tensor with this Hugging Face name, on CPU, in its stored floating dtype."""
+        ...
+
+    def grouped(self, name: str) -> GroupedWeight | None:
+        """Return the weight with this Hugging Face name as it is stored in few bits; None: it is not."""
         ...
 
 
@@ -38,14 +44,26 @@ class Checkpoint:
         """`on_tensor` is called before each tensor; an error that it raises ends the loading."""
         self.folder = folder
         self._on_tensor = on_tensor
-        self._stored = read_headers(folder)
+        stored = read_headers(folder)
+        self._kinds = dict(kind_of(name) for name in stored if kind_of(name)[1])
+        """Kinds of the blocks of the weights that are stored in such."""
+        self._stored = {kind_of(name)[0]: tensor for name, tensor in stored.items()}
         self.config = as_stored(config, self._stored)
         """The description, with the names that these weights have."""
         self._open_files: dict[Path, Any] = {}
-        _check(self._stored, self.config, folder)
+        _check(self._stored, self._kinds, self.config, folder)
 
     def tensor(self, name: str) -> Tensor:
-        """Return the named tensor, as stored."""
+        """Return the named tensor, as stored, or widened to bfloat16 if it is stored in blocks of few bits."""
+        weight = self.grouped(name)
+        return self._read(name) if weight is None else weight.widened().to(torch.bfloat16)
+
+    def grouped(self, name: str) -> GroupedWeight | None:
+        """Return the named weight, if it is stored in blocks of few bits."""
+        kind = self._kinds.get(name)
+        return None if kind is None else grouped(self._read(name), kind)
+
+    def _read(self, name: str) -> Tensor:
         from safetensors import safe_open
 
         self._on_tensor()
@@ -64,6 +82,10 @@ class RandomTensors:
         self._shapes = expected_shapes(config)
         self._generator = torch.Generator(device).manual_seed(seed)
 
+    def grouped(self, name: str) -> GroupedWeight | None:
+        """Return nothing: every weight is in bfloat16."""
+        return None
+
     def tensor(self, name: str) -> Tensor:
         """Return a new random tensor of the named tensor's shape."""
         shape = self._shapes[name]
@@ -74,19 +96,27 @@ class RandomTensors:
         return values.mul_(shape[-1] ** -0.5) if len(shape) > 1 else values.mul_(0.1).add_(1.0)
 
 
-def _check(stored: Mapping[str, StoredTensor], config: ModelConfig, folder: Path) -> None:
+def kind_of(name: str) -> tuple[str, str]:
+    """The name of a weight, and the kind of its blocks; the kind is empty where it is not stored in such."""
+    stem, _, kind = name.rpartition(".")
+    return (stem, kind) if kind in KINDS else (name, "")
+
+
+def _check(stored: Mapping[str, StoredTensor], kinds: Mapping[str, str], config: ModelConfig, folder: Path) -> None:
     check_names(stored, config, str(folder))
     expected = expected_shapes(config)
     for name, shape in expected.items():
         tensor = stored[name]
+        if kind := KINDS.get(kinds.get(name, "")):
+            shape = (*shape[:-1], shape[-1] // kind.num_weights * kind.num_bytes)
         if tensor.shape != shape:
             raise StartupError(
                 f"{name} in {tensor.file} has the shape {list(tensor.shape)}, config.json calls for {list(shape)}"
             )
 
-        is_mxfp4 = name.endswith((BLOCKS, SCALES))
-        width = 1 if is_mxfp4 else 4 if tensor.dtype == "F32" else 2
-        if tensor.dtype not in (("U8",) if is_mxfp4 else _DTYPES):
+        has_blocks = kind is not None or name.endswith((BLOCKS, SCALES))
+        width = 1 if has_blocks else 4 if tensor.dtype == "F32" else 2
+        if tensor.dtype not in (("U8",) if has_blocks else _DTYPES):
             raise StartupError(
                 f"{name} in {tensor.file} is stored as {tensor.dtype}; raydix reads {', '.join(_DTYPES)}"
             )

@@ -356,28 +356,43 @@ const float* maybe_floats(const Tensor* t, int64_t count, const char* what) {
   return t ? data<float>(*t, at::kFloat, count, what) : nullptr;
 }
 
-// A weight in panels of 64 columns, int8 if it has scales, bfloat16 if not; scales and bias are padded to whole panels.
-raydix::Weight weight_of(const Tensor& packed, const Tensor* scales, const Tensor* bias, int64_t in, int64_t out) {
+// A weight in panels of 64 columns: stored in groups if `groups` says how, int8 if it has scales, else bfloat16. Scales
+// and bias are padded to whole panels. `groups` is None or (bits, size, super, zero, has_least).
+raydix::Weight weight_of(const Tensor& packed, const Tensor* scales, const Tensor* bias, int64_t in, int64_t out,
+                         PyObject* groups) {
   const int64_t columns = (out + 63) / 64 * 64;
-  check(in % 2 == 0 && packed.numel() == columns * in, "x is not as wide as the weight");
-  const auto type = scales ? at::kChar : at::kBFloat16;
-  return {data<char>(packed, type, packed.numel(), "the weight must be packed bfloat16, or int8 with scales"),
-          maybe_floats(scales, columns, "the scales must be padded float32"),
-          maybe_floats(bias, columns, "the bias must be padded float32"), in, out};
+  raydix::Weight w{nullptr, maybe_floats(scales, columns, "the scales must be padded float32"),
+                   maybe_floats(bias, columns, "the bias must be padded float32"), in, out, {}};
+  int64_t bytes = columns * in * (scales ? 1 : 2);
+  if (groups != Py_None) {
+    auto item = [&](int at) { return PyTuple_GetItem(groups, at); };
+    raydix::Groups& g = w.groups;
+    g.bits = integer(item(0)), g.size = integer(item(1)), g.super = integer(item(2)), g.zero = float(number(item(3)));
+    g.has_least = item(4) == Py_True;
+    check((g.bits == 4 || g.bits == 8) && g.size > 0 && g.size % 2 == 0 && g.super > 0 && g.super % g.size == 0 &&
+              256 % g.super == 0,
+          "groups must be even parts of 256 input features, of four or eight bits");
+    check(in % g.super == 0 && !scales, "a weight has whole groups, and no other scales");
+    const int64_t kinds = g.has_least ? 2 : 1;
+    bytes = columns * (in / g.super) * (2 * kinds + g.super / g.size * kinds + g.super / 2 * (g.bits / 4));
+  }
+  const auto type = groups != Py_None ? at::kByte : scales ? at::kChar : at::kBFloat16;
+  check(in % 2 == 0 && packed.numel() * int64_t(packed.element_size()) == bytes, "x is not as wide as the weight");
+  w.packed = data<char>(packed, type, packed.numel(), "the weight must be packed bfloat16, int8 with scales, or groups");
+  return w;
 }
 
-// x, weight in panels, padded float32 scales or None, padded float32 bias or None, out_features.
+// x, weight in panels, padded float32 scales or None, padded float32 bias or None, out_features, groups or None.
 PyObject* linear(PyObject* const* args) {
   const Tensor& x = tensor(args[0]);
   check_type(raydix::has_linear(), "this build has no bfloat16 product");
   check(x.dim() == 2 && x.stride(1) == 1, "x must be [num_tokens, in_features] with contiguous rows");
   check_type(x.scalar_type() == at::kBFloat16, "x must be bfloat16");
   const raydix::Weight w =
-      weight_of(tensor(args[1]), maybe_tensor(args[2]), maybe_tensor(args[3]), x.size(1), integer(args[4]));
+      weight_of(tensor(args[1]), maybe_tensor(args[2]), maybe_tensor(args[3]), x.size(1), integer(args[4]), args[5]);
   const Tensor out = at::empty({x.size(0), w.out_features}, x.options());
-  const raydix::Linear a{x.data_ptr(), w.packed,      w.scales,       w.bias,     out.data_ptr(),
-                         x.size(0),    w.in_features, w.out_features, x.stride(0)};
-  run(a.in_features * a.out_features * (a.rows + 8), 1 << 20, [&](raydix::Crew& crew) { raydix::linear(a, crew); });
+  const raydix::Linear a{&w, x.data_ptr(), out.data_ptr(), x.size(0), x.stride(0), nullptr};
+  run(w.in_features * w.out_features * (a.rows + 8), 1 << 20, [&](raydix::Crew& crew) { raydix::linear(a, crew); });
   return THPVariable_Wrap(out);
 }
 
@@ -412,13 +427,13 @@ struct Weights {
     return data<float>(*t, at::kFloat, t->numel(), "norms and tables must be contiguous float32");
   }
 
-  // (packed, scales, bias, in_features, out_features)
+  // (packed, scales, bias, in_features, out_features, groups)
   raydix::Weight weight(PyObject* o) {
     const Tensor* of[3];
     for (int i = 0; i < 3; ++i)
       if ((of[i] = maybe_tensor(PyTuple_GetItem(o, i)))) tensors.push_back(*of[i]);
     const int64_t in_features = integer(PyTuple_GetItem(o, 3)), out_features = integer(PyTuple_GetItem(o, 4));
-    return weight_of(*of[0], of[1], of[2], in_features, out_features);
+    return weight_of(*of[0], of[1], of[2], in_features, out_features, PyTuple_GetItem(o, 5));
   }
 };
 
@@ -511,7 +526,7 @@ struct Decoder : Weights {
   }
 };
 
-// Layers of (4 weights (packed, scales, bias, in, out), 6 norms, cos_sin, window, experts or None, sinks or None),
+// Layers of (4 weights (packed, scales, bias, in, out, groups), 6 norms, cos_sin, window, experts or None, sinks or None),
 // first_norm, num_heads, eps, scale, soft_cap, activation. A layer with experts has None for its last two weights.
 PyObject* decoder(PyObject* const* args) {
   check_type(raydix::has_linear(), "this build has no bfloat16 product");
@@ -722,7 +737,7 @@ PyMethodDef methods[] = {
     method<silu_and_mul, 2>("silu_and_mul"),
     method<short_conv, 8>("short_conv"),
     method<gated_delta, 10>("gated_delta"),
-    method<linear, 5>("linear"),
+    method<linear, 6>("linear"),
     method<has_linear, 0>("has_linear"),
     method<onednn_linear, 4>("onednn_linear"),
     method<make_experts, 6>("make_experts"),

@@ -54,11 +54,9 @@ void group(const Experts& e, int64_t rows, bool one_row, const ExpertBuffers& b,
     if (size == 0) continue;
     const Weight &up = e.gate_up[size_t(i)], &down = e.down[size_t(i)];
     const bf16* x = (const bf16*)b.gathered + (one_row ? 0 : at * up.in_features);
-    products.first.push_back({x, up.packed, up.scales, up.bias, (bf16*)b.wide + at * up.out_features, size,
-                              up.in_features, up.out_features, up.in_features, nullptr});
-    products.second.push_back({(const bf16*)b.activated + at * down.in_features, down.packed, down.scales, down.bias,
-                               (bf16*)b.outputs + at * down.out_features, size, down.in_features, down.out_features,
-                               down.in_features, nullptr});
+    products.first.push_back({&up, x, (bf16*)b.wide + at * up.out_features, size, up.in_features, nullptr});
+    products.second.push_back({&down, (const bf16*)b.activated + at * down.in_features,
+                               (bf16*)b.outputs + at * down.out_features, size, down.in_features, nullptr});
   }
   for (int64_t i = 0; i < chosen; ++i) b.places[i] = start[size_t(b.ids[i])]++;
 }
@@ -71,8 +69,7 @@ void experts(const Experts& e, const void* x, void* out, int64_t rows, Activatio
   const int64_t hidden = router.in_features, ranks = e.per_token, inner = e.down[0].in_features;
   const bool one_row = rows == 1;  // every expert reads it where it is
   ExpertProducts& products = b.products[layer];
-  linear({x, router.packed, router.scales, router.bias, b.logits, rows, hidden, router.out_features, hidden, nullptr},
-         crew);
+  linear({&router, x, b.logits, rows, hidden, nullptr}, crew);
   crew.share(rows, grain(router.out_features), [&](int64_t row) {
     route_row(e, (const bf16*)b.logits + row * router.out_features, b.ids + row * ranks, b.shares + row * ranks);
   });

@@ -12,9 +12,7 @@ struct Pass {
   Crew& crew;
 
   void product(const void* x, const Weight& weight, void* out, int64_t rows, const Weight* after) {
-    linear({x, weight.packed, weight.scales, weight.bias, out, rows, weight.in_features, weight.out_features,
-            weight.in_features, after ? after->packed : nullptr},
-           crew);
+    linear({&weight, x, out, rows, weight.in_features, after ? after->packed : nullptr}, crew);
   }
 
   void norm(const void* x, const void* residual, const float* weight, void* out, void* sum, int64_t rows) {

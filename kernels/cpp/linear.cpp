@@ -9,9 +9,13 @@
 // An int8 weight has the same layout, at half the bytes, and a scale for each column. Eight bits fit into bfloat16's
 // significand, so it is widened without rounding, multiplied like any other, and the scale enters at the end of the
 // chain. The first rows widen a cache block and keep it for the others.
+//
+// A weight of few bits is stored in groups (linear_groups.h), and each cache block of it is widened before it is
+// multiplied: to bfloat16 where the machine multiplies that, else to float32.
 #include <algorithm>
 #include <vector>
 
+#include "linear_groups.h"
 #include "ops.h"
 #include "vec.h"
 
@@ -35,32 +39,41 @@ struct Piece {
   int64_t row, column, width;
 };
 
-Source source_of(const Linear& a) { return a.scales ? Source::int8 : Source::bf16; }
+Source source_of(const Weight& w) { return w.groups.bits ? Source::groups : w.scales ? Source::int8 : Source::bf16; }
 
-const char* panel_of(const Linear& a, int64_t column) {
-  const int64_t first = column / PANEL * (a.in_features / 2) * PANEL + column % PANEL;
-  return (const char*)a.packed + first * pair_bytes(source_of(a));
+// Bytes of so many pairs along in_features in one panel.
+int64_t bytes_of(const Weight& w, int64_t pairs) {
+  if (w.groups.bits) return 2 * pairs / w.groups.super * super_bytes(w.groups);
+  return pairs * PANEL * pair_bytes(source_of(w));
+}
+
+// Where a column's panel begins, or where panels are pairs of columns side by side, the column itself.
+const char* panel_of(const Weight& w, int64_t column) {
+  const char* const panel = (const char*)w.packed + column / PANEL * bytes_of(w, w.in_features / 2);
+  return w.groups.bits ? panel : panel + column % PANEL * pair_bytes(source_of(w));
 }
 
 // Rows [row, row + rows) and `vectors` vectors of columns from `column` on, all within one panel.
 void task(const Linear& a, int64_t row, int64_t rows, int64_t column, int64_t vectors, const char* next) {
   alignas(64) static thread_local float sums[TASK_ROWS * PANEL];
-  alignas(64) static thread_local uint32_t widened[DEPTH * PANEL];
-  const Source source = source_of(a);
-  const int64_t pairs = a.in_features / 2;
+  alignas(64) static thread_local uint32_t widened[WIDENED];
+  const Weight& w = *a.weight;
+  const Source source = source_of(w);
+  const int64_t pairs = w.in_features / 2;
   Block b{};
   b.sums = sums, b.widened = widened, b.x_stride = a.x_stride;
-  b.out_stride = a.out_features, b.columns = a.out_features - column;
-  b.out = (bf16*)a.out + row * a.out_features + column;
-  b.scales = a.scales ? a.scales + column : nullptr;
-  b.bias = a.bias ? a.bias + column : nullptr;
+  b.groups = w.groups.bits ? &w.groups : nullptr, b.vector = column % PANEL / LANES;
+  b.out_stride = w.out_features, b.columns = w.out_features - column;
+  b.out = (bf16*)a.out + row * w.out_features + column;
+  b.scales = w.scales ? w.scales + column : nullptr;
+  b.bias = w.bias ? w.bias + column : nullptr;
   for (int64_t done = 0; done < pairs; done += b.pairs) {
     b.pairs = std::min(DEPTH, pairs - done);
     b.first = done == 0, b.last = done + b.pairs == pairs;
     b.x = (const bf16*)a.x + row * a.x_stride + 2 * done;
-    b.packed = panel_of(a, column) + done * PANEL * pair_bytes(source);
-    const char* ahead = b.last ? next : b.packed + b.pairs * PANEL * pair_bytes(source);
-    if (rows > ROWS) {
+    b.packed = panel_of(w, column) + bytes_of(w, done);
+    const char* ahead = b.last ? next : b.packed + bytes_of(w, b.pairs);
+    if (rows > ROWS && source != Source::groups) {
       b.ahead = ahead;
     } else if (ahead) {
       // One register block reads as fast as memory gives; only the way from one panel to the next is shortened.
@@ -76,7 +89,7 @@ struct Pieces {
   int64_t panels, height, blocks, halved, whole;
 
   // For `threads` threads that share this product alone, or several of them.
-  Pieces(const Linear& a, int threads) : panels((a.out_features + PANEL - 1) / PANEL), height(TASK_ROWS) {
+  Pieces(const Linear& a, int threads) : panels((a.weight->out_features + PANEL - 1) / PANEL), height(TASK_ROWS) {
     while (height > FEW_ROWS && (a.rows + height - 1) / height * panels < 8 * threads) height /= 2;
     blocks = (a.rows + height - 1) / height;
     // The last panels are taken in halves, so that threads finish together.
@@ -95,11 +108,11 @@ struct Pieces {
 
 void compute(const Linear& a, const Pieces& pieces, int64_t i, int threads) {
   const Piece p = pieces.at(i);
-  const int64_t vectors = (std::min(p.width, a.out_features - p.column) + LANES - 1) / LANES;
+  const int64_t vectors = (std::min(p.width, a.weight->out_features - p.column) + LANES - 1) / LANES;
   if (vectors <= 0) return;
   const bool more = i + threads < pieces.count();  // most likely the next one of this thread
   const int64_t column = more ? pieces.at(i + threads).column : 0;
-  const void* next = more ? panel_of(a, column) : a.after;
+  const void* next = more ? panel_of(*a.weight, column) : a.after;
   task(a, p.row, std::min(pieces.height, a.rows - p.row), p.column, vectors, (const char*)next);
 }
 

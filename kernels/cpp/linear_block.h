@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "ops.h"
 #include "vec.h"
 
 #if defined(__FMA__)
@@ -11,12 +12,15 @@ namespace raydix {
 
 constexpr int64_t PANEL = 64;   // columns
 
-enum class Source { bf16, int8, int8_kept };  // the weight's type, and whether `widened` shall have it as bfloat16
+// The weight's type, and for int8 whether `widened` shall have it as bfloat16. `floats` is `widened` in float32.
+enum class Source { bf16, int8, int8_kept, groups, floats };
 
 struct Block {
   const bf16* x;         // of the first row and the first pair of this cache block
   const char* packed;
-  uint32_t* widened;     // [pairs][PANEL]
+  const Groups* groups;  // null: not stored in groups
+  int64_t vector;        // of the panel's vectors of columns, the first of this block
+  uint32_t* widened;     // [pairs][PANEL] pairs of bfloat16, or [pairs][2][PANEL] floats
   float* sums;           // [rows][PANEL], carried between cache blocks
   bf16* out;
   const float* scales;   // null: none
@@ -27,7 +31,10 @@ struct Block {
   int64_t lines;         // of `ahead` for each pair
 };
 
-constexpr int64_t pair_bytes(Source source) { return source == Source::bf16 ? 4 : 2; }
+// Bytes of a pair along in_features in one column, of weights not stored in groups.
+constexpr int64_t pair_bytes(Source source) {
+  return source == Source::floats ? 8 : source == Source::bf16 ? 4 : 2;
+}
 
 #if defined(__AVX512BF16__)
 

@@ -5,7 +5,7 @@
 // pair, then the second, in every register block alike.
 #pragma once
 
-#include "linear_block.h"
+#include "linear_groups.h"
 
 namespace raydix {
 
@@ -16,6 +16,7 @@ constexpr int64_t TASK_ROWS = 96;     // at most, share a panel while it is in t
 constexpr int64_t FEW_ROWS = 24;      // up to here every thread reads its own columns of the weight once
 constexpr bool PANELS_FIRST = false;  // the weight is read again for each block of rows
 constexpr int64_t DEPTH = 128;        // pairs along in_features in one cache block; sixteen columns fit into L1
+constexpr int64_t WIDENED = 2 * DEPTH * PANEL;  // words: a float for each weight
 
 // A register of the machine.
 #if defined(__AVX512F__)
@@ -57,9 +58,13 @@ constexpr int64_t vectors_for(int64_t rows) {
   return rows <= 3 ? 2 : 1;
 }
 
+// Bytes from a column to the next one.
+constexpr int64_t column_bytes(Source source) { return source == Source::floats ? 4 : pair_bytes(source); }
+
 // The weights of the first and the second feature of the pairs of WIDTH columns.
 template <Source SOURCE>
 INLINE Floats first_weights(const char* packed) {
+  if constexpr (SOURCE == Source::floats) return read<Floats>(packed);
   if constexpr (SOURCE == Source::bf16) return (Floats)(read<Words>(packed) << 16);
   const Words pairs = (Words)__builtin_convertvector(read<Bytes>(packed), Halves);
   return __builtin_convertvector(pairs << 16 >> 16, Floats);
@@ -67,6 +72,7 @@ INLINE Floats first_weights(const char* packed) {
 
 template <Source SOURCE>
 INLINE Floats second_weights(const char* packed) {
+  if constexpr (SOURCE == Source::floats) return read<Floats>(packed + PANEL * sizeof(float));
   if constexpr (SOURCE == Source::bf16) return (Floats)(read<Words>(packed) & int32_t(0xffff0000));
   const Words pairs = (Words)__builtin_convertvector(read<Bytes>(packed), Halves);
   return __builtin_convertvector(pairs >> 16, Floats);
@@ -86,12 +92,12 @@ INLINE void register_block(const Block& b, const float* x) {
   __asm__("" : "+r"(again));
   for (int64_t j = 0; j < b.pairs; ++j) {
     Floats w[COUNT];
-    for (int n = 0; n < COUNT; ++n) w[n] = first_weights<SOURCE>(packed + n * WIDTH * pair_bytes(SOURCE));
+    for (int n = 0; n < COUNT; ++n) w[n] = first_weights<SOURCE>(packed + n * WIDTH * column_bytes(SOURCE));
     for (int m = 0; m < M; ++m) {
       const Floats value = x[m * X_STRIDE] - Floats{};
       for (int n = 0; n < COUNT; ++n) total[m][n] = multiply_add(value, w[n], total[m][n]);
     }
-    for (int n = 0; n < COUNT; ++n) w[n] = second_weights<SOURCE>(again + n * WIDTH * pair_bytes(SOURCE));
+    for (int n = 0; n < COUNT; ++n) w[n] = second_weights<SOURCE>(again + n * WIDTH * column_bytes(SOURCE));
     for (int m = 0; m < M; ++m) {
       const Floats value = x[m * X_STRIDE + 1] - Floats{};
       for (int n = 0; n < COUNT; ++n) total[m][n] = multiply_add(value, w[n], total[m][n]);
@@ -106,7 +112,7 @@ INLINE void register_block(const Block& b, const float* x) {
 }
 
 INLINE Block columns_from(Block b, int64_t vectors, Source source) {
-  b.packed += vectors * LANES * pair_bytes(source), b.sums += vectors * LANES, b.out += vectors * LANES;
+  b.packed += vectors * LANES * column_bytes(source), b.sums += vectors * LANES, b.out += vectors * LANES;
   b.columns -= vectors * LANES;
   if (b.scales) b.scales += vectors * LANES;
   if (b.bias) b.bias += vectors * LANES;
@@ -148,6 +154,16 @@ void widen_weights(Block& b, int64_t vectors) {
   b.packed = (const char*)b.widened;
 }
 
+// The cache block of a weight stored in groups in float32. All columns at once: a line of memory has numbers of 64.
+void widen_groups(Block& b, int64_t vectors) {
+  float* const to = (float*)b.widened;
+  each_pair(b, vectors, [&](int64_t pair, int64_t n, f32x16 first, f32x16 second) {
+    store(to + 2 * pair * PANEL + n * LANES, first);
+    store(to + (2 * pair + 1) * PANEL + n * LANES, second);
+  });
+  b.packed = (const char*)b.widened;
+}
+
 void widen_rows(const Block& b, int64_t rows, float* x) {
   const int64_t features = 2 * b.pairs, whole = features / LANES * LANES;
   for (int64_t m = 0; m < rows; ++m) {
@@ -158,21 +174,28 @@ void widen_rows(const Block& b, int64_t rows, float* x) {
   }
 }
 
-void all_rows(Block b, int64_t rows, int64_t vectors, Source source) {
-  alignas(64) static thread_local float x[TASK_ROWS * X_STRIDE];
-  widen_rows(b, rows, x);
-  if (rows <= ROWS)
-    return source == Source::int8 ? few_rows<Source::int8>(b, x, rows, vectors)
-                                  : few_rows<Source::bf16>(b, x, rows, vectors);
-  if (source == Source::int8) widen_weights(b, vectors);
-  // Register blocks of nearly the same height, for low ones leave the multipliers waiting.
+// Register blocks of nearly the same height, for low ones leave the multipliers waiting.
+template <Source SOURCE>
+void many_rows(const Block& b, const float* x, int64_t rows, int64_t vectors) {
   const int64_t parts = (rows + ROWS - 1) / ROWS;
   for (int64_t part = 0; part < parts; ++part) {
     const int64_t row = rows * part / parts, end = rows * (part + 1) / parts;
     Block some = b;
     some.out += row * b.out_stride, some.sums += row * PANEL;
-    few_rows<Source::bf16>(some, x + row * X_STRIDE, end - row, vectors);
+    few_rows<SOURCE>(some, x + row * X_STRIDE, end - row, vectors);
   }
+}
+
+void all_rows(Block b, int64_t rows, int64_t vectors, Source source) {
+  alignas(64) static thread_local float x[TASK_ROWS * X_STRIDE];
+  widen_rows(b, rows, x);
+  if (source == Source::groups) {
+    widen_groups(b, vectors);
+    return many_rows<Source::floats>(b, x, rows, vectors);
+  }
+  if (source == Source::int8 && rows <= ROWS) return few_rows<Source::int8>(b, x, rows, vectors);
+  if (source == Source::int8) widen_weights(b, vectors);
+  many_rows<Source::bf16>(b, x, rows, vectors);
 }
 
 void end_rows() {}

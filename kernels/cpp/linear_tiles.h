@@ -6,7 +6,7 @@
 
 #include <immintrin.h>
 
-#include "linear_block.h"
+#include "linear_groups.h"
 
 namespace raydix {
 
@@ -16,6 +16,7 @@ constexpr int64_t ROWS = 16;        // of a tile
 constexpr int64_t TASK_ROWS = 128;  // at most, share a panel while it is in the cache
 constexpr int64_t FEW_ROWS = 32;    // up to here every thread reads its own columns of the weight once
 constexpr int64_t DEPTH = 512;      // pairs along in_features in one cache block
+constexpr int64_t WIDENED = DEPTH * PANEL;
 constexpr bool PANELS_FIRST = true;  // rows are read again for each panel, from the cache; the weight once
 constexpr int64_t STEP = 16;        // pairs of a tile
 constexpr int64_t AHEAD = 4096;     // bytes from the weights being read to those that memory is asked for
@@ -229,6 +230,11 @@ void end_rows() {
 }
 
 void all_rows(Block b, int64_t rows, int64_t vectors, Source source) {
+  if (source == Source::groups) {
+    widen_groups(b, vectors);
+    written(b.widened);
+    source = Source::bf16;
+  }
   if (source == Source::int8) {
     if (rows <= ROWS) return few_rows<Source::int8>(b, rows, vectors);
     widen(b, vectors);

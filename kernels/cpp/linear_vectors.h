@@ -1,7 +1,7 @@
 // A cache block on vdpbf16ps: register blocks of up to six rows by a panel.
 #pragma once
 
-#include "linear_block.h"
+#include "linear_groups.h"
 
 namespace raydix {
 
@@ -11,6 +11,7 @@ constexpr int64_t ROWS = 6;          // by PANEL columns fill the registers
 constexpr int64_t TASK_ROWS = 96;    // at most, share a panel while it is in the cache
 constexpr int64_t FEW_ROWS = 24;     // up to here every thread reads its own columns of the weight once
 constexpr int64_t DEPTH = 512;        // pairs along in_features in one cache block
+constexpr int64_t WIDENED = DEPTH * PANEL;
 constexpr bool PANELS_FIRST = false;  // the weight is read again for each block of rows
 constexpr int64_t AHEAD = 4096;      // bytes from the int8 weights being widened to those that memory is asked for
 
@@ -73,6 +74,7 @@ void few_rows(const Block& b, int64_t rows, int64_t vectors) {
 }
 
 void all_rows(Block b, int64_t rows, int64_t vectors, Source source) {
+  if (source == Source::groups) widen_groups(b, vectors), source = Source::bf16;
   if (rows <= ROWS && source == Source::int8) {
     // Widening takes so long that the processor does not look far enough ahead by itself.
     b.ahead = b.packed + AHEAD, b.lines = 2;

@@ -108,20 +108,30 @@ struct Sample {
   float *logprobs, *top_logprobs;
 };
 
-struct Linear {
-  const void *x, *packed;  // x bfloat16; the weight in panels, see linear.cpp
-  const float* scales;     // of an int8 weight's columns, padded to whole panels; null: the weight is bfloat16
-  const float* bias;       // null: none; padded to whole panels
-  void* out;
-  int64_t rows, in_features, out_features, x_stride;
-  const void* after;  // the weight that is read next, if known: memory is asked for it in time
+// How a weight of few bits is stored: whole numbers, and what makes them weights. In groups of `size` input features,
+// w = scale * (number - zero) - least, with scale and least the products of a float16 for `super` features and a whole
+// number for the group. See linear_groups.h.
+struct Groups {
+  int64_t bits, size, super;  // bits 0: the weight is not stored so; 4 or 8
+  float zero;
+  bool has_least;
 };
 
-// A decoder's weights, as `Linear` and the norms want them; norms are float32, null where the model has none.
+// A weight in panels of columns, see linear.cpp: bfloat16, int8 if it has scales, or groups. Scales and bias are padded
+// to whole panels.
 struct Weight {
   const void* packed;
-  const float *scales, *bias;
+  const float *scales, *bias;  // null: none
   int64_t in_features, out_features;
+  Groups groups;
+};
+
+struct Linear {
+  const Weight* weight;
+  const void* x;  // bfloat16
+  void* out;
+  int64_t rows, x_stride;
+  const void* after;  // the weight that is read next, if known: memory is asked for it in time
 };
 
 // The experts of one layer.

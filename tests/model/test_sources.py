@@ -72,11 +72,21 @@ def test_other_products_make_other_kv() -> None:
     identities = [
         base(),
         base(quantization="int8"),
+        base(quantization="stored"),
         base(deterministic=False),
         base(block_size=32),
         base(dtype="float32"),
     ]
-    assert len({identity.fingerprint for identity in identities}) == 5
+    assert len({identity.fingerprint for identity in identities}) == 6
+
+
+@needs_model
+def test_weights_that_are_not_stored_in_few_bits_cannot_be_kept(tmp_path: Path) -> None:
+    config = json.loads((resolve_model(DEFAULT_MODEL) / "config.json").read_text())
+    assert config.pop("stored_bits") > 4
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartupError, match="no weights in 4 to 8 bits that could be kept"):
+        identify(str(tmp_path), dtype="bfloat16", block_size=16, quantization="stored")
 
 
 def test_names() -> None:

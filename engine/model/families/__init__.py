@@ -6,10 +6,11 @@ which `text_config` describes.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from raydix.engine.core.errors import StartupError
-from raydix.engine.model.config import JsonObject, ModelConfig, read_json, unsupported
+from raydix.engine.model.config import STORED_BITS, JsonObject, ModelConfig, read_json, unsupported
 from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from raydix.engine.model.families.gpt_oss import GPT_OSS
@@ -54,7 +55,9 @@ def config_of(config: JsonObject) -> ModelConfig:
         )
 
     try:
-        return family.describe(Settings(family.architecture, config, family.defaults))
+        described = family.describe(Settings(family.architecture, config, family.defaults))
+        bits = stated.get(STORED_BITS)
+        return described if bits is None else replace(described, stored_bits=float(bits))
     except KeyError as error:
         raise StartupError(f"config.json of {family.architecture} lacks the key {error}") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:

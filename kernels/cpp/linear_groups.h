@@ -1,0 +1,111 @@
+// A cache block of a weight stored in groups, as the numbers that the product multiplies.
+//
+// A panel holds, one after the other, for every `super` input features: float16 scales of its PANEL columns, and of what
+// is taken off if the weight has that; then for each group the columns' int8 factors of the scale, and uint8 factors of
+// what is taken off; then the numbers, [super / 2][PANEL] pairs along in_features: of four bits in one byte, the first
+// in the lower half, of eight bits in two bytes.
+//
+// scale * number is exact in float32 for every format that is stored so, and what is taken off is, too. So a weight is
+// rounded once, the same on every machine, whether or not the machine rounds in between.
+#pragma once
+
+#include "linear_block.h"
+
+#if defined(__FMA__)
+
+namespace raydix {
+
+constexpr int64_t super_bytes(const Groups& g) {
+  const int64_t kinds = g.has_least ? 2 : 1;
+  return PANEL * (2 * kinds + g.super / g.size * kinds + g.super / 2 * (g.bits / 4));
+}
+
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+typedef int8_t Signed16 __attribute__((vector_size(16)));
+typedef uint16_t Words16 __attribute__((vector_size(32)));
+
+#if defined(__AVX512F__)
+template <class V>
+INLINE i32x16 widen(V v) {
+  return __builtin_convertvector(v, i32x16);
+}
+#else
+INLINE i32x16 widen(Bytes16 v) {
+  return {(i32x8)_mm256_cvtepu8_epi32((__m128i)v), (i32x8)_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)v, 8))};
+}
+INLINE i32x16 widen(Signed16 v) {
+  return {(i32x8)_mm256_cvtepi8_epi32((__m128i)v), (i32x8)_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)v, 8))};
+}
+INLINE i32x16 widen(Words16 v) {
+  return {(i32x8)_mm256_cvtepu16_epi32(_mm256_castsi256_si128((__m256i)v)),
+          (i32x8)_mm256_cvtepu16_epi32(_mm256_extracti128_si256((__m256i)v, 1))};
+}
+#endif
+
+template <class V>
+INLINE V read_vector(const char* at) {
+  V v;
+  std::memcpy(&v, at, sizeof v);
+  return v;
+}
+
+// Calls `store(pair, n, first, second)` with the weights of sixteen columns from vector `n` on, for each pair along
+// in_features of the cache block.
+template <int BITS, class Store>
+INLINE void each_group(const Block& b, int64_t vectors, const Store& store) {
+  const Groups& g = *b.groups;
+  constexpr int64_t PAIR = PANEL * (BITS / 4);  // bytes from pair to pair
+  const int64_t kinds = g.has_least ? 2 : 1, pairs = g.size / 2, factors = PANEL * kinds;
+  for (int64_t pair = 0; pair < b.pairs; pair += g.super / 2) {
+    const char* const scales = b.packed + pair / (g.super / 2) * super_bytes(g);
+    const char* const of_groups = scales + 2 * factors;
+    const char* const numbers = of_groups + g.super / g.size * factors;
+    for (int64_t group = 0; group < g.super / g.size; ++group)
+      for (int64_t n = 0; n < vectors; ++n) {
+        const int64_t column = (b.vector + n) * LANES;
+        const char* const factor = of_groups + group * factors + column;
+        const f32x16 scale = load((const fp16*)scales + column) * to_floats(widen(read_vector<Signed16>(factor)));
+        const f32x16 off = g.has_least ? load((const fp16*)scales + PANEL + column) *
+                                             to_floats(widen(read_vector<Bytes16>(factor + PANEL)))
+                                       : scale * g.zero;
+        const char* at = numbers + group * pairs * PAIR + column * (BITS / 4);
+        for (int64_t j = group * pairs; j < (group + 1) * pairs; ++j, at += PAIR) {
+          constexpr int32_t LOWER = (1 << BITS) - 1;
+          i32x16 both;
+          if constexpr (BITS == 4) {
+            both = widen(read_vector<Bytes16>(at));
+          } else {
+            both = widen(read_vector<Words16>(at));
+          }
+          store(pair + j, n, fused(to_floats(both & LOWER), scale, -off), fused(to_floats(both >> BITS), scale, -off));
+        }
+      }
+  }
+}
+
+template <class Store>
+INLINE void each_pair(const Block& b, int64_t vectors, const Store& store) {
+  if (b.groups->bits == 4) return each_group<4>(b, vectors, store);
+  each_group<8>(b, vectors, store);
+}
+
+#if defined(__AVX512BF16__)
+
+// The cache block in bfloat16, as `b.widened`; `b` then has it as its weights.
+INLINE void widen_groups(Block& b, int64_t vectors) {
+  each_pair(b, vectors, [&](int64_t pair, int64_t n, f32x16 first, f32x16 second) {
+    // Rounded to even by hand, since the instruction would take subnormal numbers for zeros.
+    const u32x16 low = bit_cast<u32x16>(first), high = bit_cast<u32x16>(second);
+    const u32x16 rounded_low = (low + 0x7fffu + ((low >> 16) & 1u)) >> 16;
+    const u32x16 rounded_high = (high + 0x7fffu + ((high >> 16) & 1u)) & 0xffff0000u;
+    const u32x16 both = rounded_low | rounded_high;
+    std::memcpy(b.widened + pair * PANEL + n * LANES, &both, sizeof both);
+  });
+  b.packed = (const char*)b.widened;
+}
+
+#endif
+
+}  // namespace raydix
+
+#endif

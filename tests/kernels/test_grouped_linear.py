@@ -1,0 +1,128 @@
+"""Products with weights stored in groups: weights to the bit, sums within rounding, rows that stand by themselves."""
+
+import pytest
+import torch
+
+from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.linear import GroupedWeight, Groups, in_one_form, keeps_groups, linear, pack_groups, stacked
+from raydix.kernels.linear.reference import linear_reference
+from tests.kernels.kernel_cases import assert_close
+from tests.skips import NO_PRODUCT
+
+FORMS = {
+    "four bits, one scale": Groups(4, 32, 32, zero=8),
+    "four bits, a least value": Groups(4, 32, 32, has_least=True),
+    "four bits, factors": Groups(4, 32, 256, has_least=True),
+    "eight bits": Groups(8, 32, 32, zero=128),
+    "six bits, small groups": Groups(8, 16, 256, zero=32),
+    "six bits, a least value": Groups(8, 16, 256, has_least=True),
+    "four bits, long groups": Groups(4, 128, 128, has_least=True),
+}
+HIGHEST = {0: 15, 8: 15, 32: 63, 128: 255}
+
+
+@pytest.fixture(autouse=True)
+def _has_product() -> None:
+    ops = cpu_ops()
+    if ops is None or not ops.has_linear():
+        pytest.skip(NO_PRODUCT)
+
+
+def made(out_features: int, in_features: int, form: Groups) -> GroupedWeight:
+    """A weight with values such as models have, one group in two with a negative factor where there are factors."""
+    num_scales, num_groups = in_features // form.super, in_features // form.size
+    signs = 1 if form.has_least else torch.randint(0, 2, (out_features, num_groups)) * 2 - 1
+    factors = torch.randint(1, 64, (out_features, num_groups)) * signs
+    least = (torch.rand(out_features, num_scales) * 0.01).half() if form.has_least else None
+    return GroupedWeight(
+        groups=form,
+        numbers=torch.randint(0, HIGHEST[form.zero] + 1, (out_features, in_features)).to(torch.uint8),
+        scales=(torch.rand(out_features, num_scales) * 0.001).half(),
+        factors=factors.to(torch.int8),
+        least=least,
+        least_factors=torch.randint(0, 64, (out_features, num_groups)).to(torch.uint8) if form.has_least else None,
+    )
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("shape", [(64, 256), (33, 768), (200, 1280), (1, 512)])
+def test_each_weight_has_its_value(form: Groups, shape: tuple[int, int]) -> None:
+    weight = made(*shape, form)
+    assert keeps_groups(weight)
+    one_hot = torch.eye(shape[1]).bfloat16()
+    assert torch.equal(linear(one_hot, pack_groups(weight)), weight.widened().T.bfloat16())
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("rows", [0, 1, 5, 7, 100])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_matches_reference(form: Groups, rows: int, with_bias: bool) -> None:
+    weight, x = made(100, 1280, form), (torch.randn(rows, 1280) * 0.01).bfloat16()
+    bias = torch.randn(100) if with_bias else None
+    expected = linear_reference(x, weight.widened().bfloat16(), bias)
+    assert_close(linear(x, pack_groups(weight, bias)), expected)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_bits_of_a_row_do_not_depend_on_the_rows(form: Groups) -> None:
+    packed, x = pack_groups(made(960, 1536, form)), torch.randn(256, 1536).bfloat16()
+    whole = linear(x, packed)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for count in (*range(1, 26), 47, 97, 129, 255):
+                offset = (count * 37) % (256 - count + 1)
+                part = linear(x[offset : offset + count].contiguous(), packed)
+                assert torch.equal(part, whole[offset : offset + count]), f"{count} rows on {threads} threads"
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("four bits, factors", "six bits, small groups"),
+        ("six bits, small groups", "four bits, factors"),
+        ("eight bits", "four bits, one scale"),
+        ("four bits, factors", "four bits, factors"),
+    ],
+)
+def test_weights_of_two_forms_are_one_product(names: tuple[str, str]) -> None:
+    weights = [made(70, 768, FORMS[name]) for name in names]
+    alike = in_one_form(weights)
+    assert alike is not None
+    together = stacked(alike)
+    assert torch.equal(together.widened(), torch.cat([weight.widened() for weight in weights]))
+    x = torch.eye(768).bfloat16()
+    assert torch.equal(linear(x, pack_groups(together)), together.widened().T.bfloat16())
+
+
+def test_some_forms_have_none_in_common() -> None:
+    weights = [made(64, 256, FORMS[name]) for name in ("four bits, a least value", "eight bits")]
+    assert in_one_form(weights) is None
+    with pytest.raises(ValueError, match="one form"):
+        stacked(weights)
+
+
+def test_rows_in_another_order() -> None:
+    weight, order = made(64, 512, FORMS["four bits, factors"]), torch.randperm(64)
+    x = torch.randn(3, 512).bfloat16()
+    assert torch.equal(linear(x, pack_groups(weight.rows(order))), linear(x, pack_groups(weight))[:, order])
+
+
+@pytest.mark.parametrize(
+    "form", [Groups(4, 32, 96, 0), Groups(4, 0, 32, 0), Groups(5, 32, 32, 0), Groups(4, 24, 32, 0)]
+)
+def test_groups_that_are_no_part_of_a_cache_block_are_refused(form: Groups) -> None:
+    packed = pack_groups(made(64, 256, Groups(4, 32, 32, zero=8)))
+    ops = cpu_ops()
+    assert ops is not None
+    with pytest.raises(ValueError, match="groups must be even parts of 256"):
+        ops.linear(torch.zeros(1, 256).bfloat16(), packed.weight, None, None, 64, form)
+
+
+def test_wrong_widths_are_refused() -> None:
+    packed = pack_groups(made(64, 256, Groups(4, 32, 32, zero=8)))
+    with pytest.raises(ValueError, match="as wide"):
+        linear(torch.zeros(2, 288).bfloat16(), packed)
