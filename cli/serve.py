@@ -240,7 +240,7 @@ def fitting(
             other = size_up(alone, model, machine)
             reason = "a model that two workers have no room for: one has it all"
             if model.recurrent is not None:
-                reason = "a model with recurrent layers, whose states stay in one worker"
+                reason = "a model with recurrent layers, whose states stay in their worker"
             if sizes is None or other.max_model_len > sizes.max_model_len:
                 return (
                     ChosenConfiguration("cpu_mixed", reason),

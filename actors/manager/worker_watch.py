@@ -83,6 +83,7 @@ class WorkerWatch:
             registration.fingerprint,
             registration.node,
             registration.attempts,
+            moves_blocks=registration.moves_blocks,
         )
         self._processes[worker_id] = registration.process
         client = WorkerClient(handle)

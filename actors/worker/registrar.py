@@ -161,4 +161,5 @@ class Registrar:
             attempts=attempts,
             process=own_process(self._runtime.own_node()),
             adapters=self._adapters.all,
+            moves_blocks=self._engine.pool.states is None,
         )

@@ -28,6 +28,7 @@ from raydix.engine.core.manager.placement import CostModel
 from raydix.engine.core.settings import EngineSettings, SchedulerLimits
 from raydix.engine.core.types import CacheHints, Role, Salt, Sampling
 from raydix.engine.core.worker.block_pool import pool_of
+from raydix.engine.core.worker.states import States
 from raydix.engine.model.engine import Engine
 from raydix.engine.model.swap_space import SwapSpace
 from tests.unit.builders import FINGERPRINT, FakeModel
@@ -205,8 +206,17 @@ def make_worker(
 
 def make_engine(settings: EngineSettings, swap_space: SwapSpace, on_tensor: Callable[[], None]) -> Engine:
     """An engine whose model is `FakeModel`."""
+    return engine_of(settings, swap_space, None)
+
+
+def make_recurrent_engine(settings: EngineSettings, swap_space: SwapSpace, on_tensor: Callable[[], None]) -> Engine:
+    """An engine whose model is `FakeModel` with recurrent states."""
+    return engine_of(settings, swap_space, States(4 * settings.limits.max_requests))
+
+
+def engine_of(settings: EngineSettings, swap_space: SwapSpace, states: States | None) -> Engine:
     assert settings.num_blocks is not None and settings.max_model_len is not None
-    pool = pool_of(settings, settings.num_blocks)
+    pool = pool_of(settings, settings.num_blocks, states)
     model = FakeModel(pool)
     return Engine(
         runner=model,

@@ -144,14 +144,17 @@ class Directory:
         fingerprint: str = "",
         node: str = "",
         attempts: Container[AttemptName] = (),
+        *,
+        moves_blocks: bool = True,
     ) -> list[Instruction]:
         """Register a worker incarnation with the blocks of its pool, in place of an older incarnation. `attempts`:
-        those under way there; what the worker has sent for others was lost if it did not arrive before."""
+        those under way there; what the worker has sent for others was lost if it did not arrive before.
+        `moves_blocks`: of the cost model."""
         known = self.fleet.get(worker_id)
         if known is not None and known.epoch > epoch:
             return []
 
-        self.costs = replace(self.costs, block_bytes=block_bytes)
+        self.costs = replace(self.costs, block_bytes=block_bytes, moves_blocks=moves_blocks)
         instructions = self.remove_worker(worker_id) if known is not None else []
         self.fleet.add(
             WorkerRecord(
@@ -179,7 +182,8 @@ class Directory:
         stock = self.stock
         if not worker.is_leaving:
             self.fleet.leave(worker_id)
-            room = stock.segments.store_budget_bytes // max(1, self.costs.block_bytes) if stock.keeps_segments else 0
+            is_kept = stock.keeps_segments and self.costs.moves_blocks
+            room = stock.segments.store_budget_bytes // max(1, self.costs.block_bytes) if is_kept else 0
             stock.give_away(worker_id, self.fleet.leaving, room)
         return stock.ask_for_unsaved(worker_id, is_busy=False)
 
@@ -496,6 +500,8 @@ class Directory:
             # On one node every import takes alike.
             sources=sources_of(records, self.fleet, self._reservations) if len(self.fleet.nodes) > 1 else None,
         )
+        if not self.costs.moves_blocks:
+            demand = replace(demand, num_reachable_blocks=0, sources=None)
         return demand, self.fleet.candidates(prefix.holders, avoided)
 
     def _reservation(

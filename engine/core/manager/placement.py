@@ -72,6 +72,8 @@ class CostModel:
     block_size: int
     block_bytes: int = 0
     """Reported by the workers when they register."""
+    moves_blocks: bool = True
+    """False: a block of one worker is of no use to another one, as its recurrent state stays behind."""
     piggyback_tokens: int = 64
     """The longest suffix for a decode worker to compute itself between decodes."""
     prior: WorkerCosts = field(default_factory=WorkerCosts)

@@ -1,0 +1,85 @@
+"""Workers whose model has recurrent states, with the production actors around them: a manager, an ingress replica."""
+
+import asyncio
+
+import pytest
+
+from raydix.actors.ingress.dispatcher import Dispatcher
+from raydix.actors.manager.kv_cache_manager import KVCacheManager
+from raydix.actors.names import incarnation_name
+from raydix.engine.core.types import Role
+from tests.unit.local_actors import answer_of, make_dispatcher, make_recurrent_engine
+from tests.unit.test_data_plane import NUM_TOKENS, Scene, expected
+from tests.unit.waits import until
+
+WORKERS = ("m0", "m1")
+LONG = (*range(10, 70),)
+
+
+def prompt_of(number: int) -> tuple[int, ...]:
+    """Prompts that begin alike, with ends of many blocks."""
+    return (*LONG[:32], *((number + token) % 97 for token in range(31)))
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    scene = Scene(monkeypatch)
+    monkeypatch.setattr("raydix.engine.model.build.build_engine", make_recurrent_engine)
+    return scene
+
+
+async def start(scene: Scene) -> tuple[KVCacheManager, Dispatcher]:
+    manager = await scene.local.start_manager()
+    for worker_id in WORKERS:
+        scene.workers[worker_id] = await scene.local.start_worker(Role.MIXED, worker_id)
+    await until(lambda: scene.num_registered(manager) == len(WORKERS))
+    dispatcher = make_dispatcher(scene.local)
+    dispatcher.start()
+    return manager, dispatcher
+
+
+def num_prefilled(scene: Scene) -> int:
+    """Tokens of prompts that all workers have computed."""
+    return sum(worker._measurements.num_prefill_tokens for worker in scene.workers.values())
+
+
+def test_the_third_prompt_of_one_beginning_goes_on_from_the_seconds_snapshot(scene: Scene) -> None:
+    async def play() -> None:
+        manager, dispatcher = await start(scene)
+        computed, before = [], 0
+        for name, number in enumerate((0, 1, 2, 0)):
+            prompt = prompt_of(number)
+            assert await answer_of(dispatcher, f"r{name}", prompt, NUM_TOKENS) == expected(prompt)
+            await until(lambda: manager._directory.num_reservations == 0)
+            computed.append(num_prefilled(scene) - before)
+            before += computed[-1]
+        assert computed == [63, 63, 31, 3]
+        # What the manager knows of each pool is what spares computing there.
+        useful = {name for worker in scene.workers.values() for name in worker._engine.pool.hashes()}
+        await until(lambda: len(manager._directory.stock.blocks) == len(useful))
+
+    scene.run(play())
+
+
+def test_a_worker_dies_in_the_middle_of_answers(scene: Scene) -> None:
+    """The other one computes the prompts with what was answered, and goes on."""
+
+    async def play() -> None:
+        _, dispatcher = await start(scene)
+        for worker in scene.workers.values():
+            scene.hold.after(worker, 5)
+        prompts = [(*LONG, number) for number in range(8)]
+        answers = [
+            asyncio.create_task(answer_of(dispatcher, f"r{number}", prompt, 40))
+            for number, prompt in enumerate(prompts)
+        ]
+
+        def held() -> list[str]:
+            return [worker_id for worker_id, worker in scene.workers.items() if scene.hold.is_held(worker)]
+
+        await until(lambda: bool(held()))
+        scene.local.kill(incarnation_name(held()[0], 1))
+        scene.hold.end()
+        assert await asyncio.gather(*answers) == [expected(prompt, 40) for prompt in prompts]
+
+    scene.run(play())
