@@ -157,6 +157,13 @@ def _pi(place: Place, task: str) -> list[str]:
     return [_bin("pi"), "--provider", "raydix", "--model", MODEL, "-p", task]
 
 
+def _llm(place: Place, task: str) -> list[str]:
+    model = {"model_id": MODEL, "model_name": MODEL, "api_base": f"{place.url}/v1", "supports_tools": True}
+    place.write("llm/extra-openai-models.yaml", [model])  # JSON is YAML, too
+    tools = ["--functions", str(SCRIPTS / "llm_tools.py"), "--chain-limit", "20"]
+    return [str(PYTHON / "bin/llm"), "--model", MODEL, "--system", "You make steps.", *tools, task]
+
+
 AGENTS = (
     Agent(
         "claude-code",
@@ -177,6 +184,24 @@ AGENTS = (
     Agent("openai-agents", "openai-agents", _script("openai_agents.py"), _own("step"), is_python=True),
     Agent("autogen", "autogen-agentchat", _script("autogen.py"), _own("step"), is_python=True),
     Agent("smolagents", "smolagents", _script("smolagents_tools.py"), _own("step"), is_python=True, must_call=True),
+    Agent("deepagents", "deepagents", _script("deep_agent.py"), _own("step"), is_python=True),
+    Agent("haystack", "haystack-ai", _script("haystack_agent.py"), _own("step"), is_python=True),
+    Agent(
+        "semantic-kernel",
+        "semantic-kernel",
+        _script("semantic_kernel_agent.py"),
+        _own("Steps-step"),
+        is_python=True,
+    ),
+    Agent("inspect", "inspect-ai", _script("inspect_task.py"), _own("step"), is_python=True),
+    Agent(
+        "llm",
+        "llm",
+        _llm,
+        _own("step"),
+        lambda place: {"LLM_USER_PATH": str(place.home / "llm")},
+        is_python=True,
+    ),
 )
 """`make test-agents` installs these."""
 

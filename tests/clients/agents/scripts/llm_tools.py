@@ -1,0 +1,6 @@
+"""Tools of the program `llm`."""
+
+
+def step(number: int) -> str:
+    """Make a step."""
+    return f"llm-step-{number}"
