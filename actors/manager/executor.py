@@ -100,6 +100,8 @@ class Executor:
             self._note_delivery(instruction, began_at, "worker gone")
             return
         self._note_delivery(instruction, began_at, report.fate.name)
+        if report.fate is Imported.TAKEN:
+            self._directory.stock.moves.add(segment.exporter, worker_id, len(header.hashes), header.num_bytes)
         # The worker computes what it lacks; here it matters that nobody else is sent to the same source.
         if report.fate is Imported.NOT_FETCHED:
             self._directory.stock.segments.undelivered(segment, time.time())

@@ -118,6 +118,16 @@ class Link(Shape):
     import_byte_s: float = Field(description="Seconds of a byte.")
 
 
+class MovedKV(Shape):
+    """KV that a worker has taken from a place, since the manager started."""
+
+    source: str = Field(description="The worker that exported it; `disk` where that is not known.")
+    target: str = Field(description="The worker that took it.")
+    segments: int = Field(description="Segments.")
+    blocks: int = Field(description="Their blocks.")
+    bytes: int = Field(description="Their size.")
+
+
 class Disk(Shape):
     """KV on disk."""
 
@@ -149,6 +159,7 @@ class CacheReport(Shape):
     tenants: dict[str, TenantUse] = Field(description="By name; all for administrators, else one's own.")
     hottest_prefixes: list[HottestPrefix] = Field(description="The caller's own.")
     sessions: list[CachedSession] = Field(description="The caller's own, the latest first; at most 20.")
+    price_per_million_tokens: float | None = Field(description="Price of prompt tokens, as configured; else null.")
     known_sessions: int | None = Field(default=None, description="Sessions that are remembered.")
     placed_sessions: int | None = Field(default=None, description="Sessions whose turn it is.")
     paused_sessions: int | None = Field(default=None, description="Sessions that wait for their turn.")
@@ -159,6 +170,9 @@ class CacheReport(Shape):
     workers: list[CachedWorker] | None = Field(default=None, description="Each worker's cache.")
     object_store: ObjectStore | None = Field(default=None, description="KV in the object store.")
     links: list[Link] | None = Field(default=None, description="What imports between nodes take.")
+    moved: list[MovedKV] | None = Field(
+        default=None, description="KV that moved between workers, the last move first; at most 200 pairs."
+    )
     disk: Disk | None = Field(default=None, description="KV on disk.")
     hit_blocks: dict[str, int] | None = Field(default=None, description="Hits by source.")
     missed_blocks: dict[str, int] | None = Field(default=None, description="Misses by reason.")

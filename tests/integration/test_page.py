@@ -14,7 +14,7 @@ from tests.browser import NO_CHROMIUM, Page, browser, executable
 from tests.integration.conftest import WAIT_S, Server
 from tests.integration.test_local_server import Process
 
-VIEWS = ("chat", "requests", "cluster", "prefixes", "savings")
+VIEWS = ("chat", "requests", "cluster", "prefixes", "doctor", "savings")
 TENANTS = f"""
 cache: {{num_blocks: 400}}
 model: {{max_model_len: 2048}}
@@ -28,6 +28,7 @@ DRAWN = {
     "requests": ".requests tbody tr",
     "cluster": ".card",
     "prefixes": ".icicle .cell",
+    "doctor": "raydix-doctor .facts",
     "savings": ".tile",
 }
 SENDS = "document.querySelector('.composer button.main').textContent === 'Send'"

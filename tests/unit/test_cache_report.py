@@ -8,6 +8,7 @@ import pytest
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.manager.cache_report import cache_report
 from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.moves import MOST_PAIRS
 from raydix.engine.core.types import AdmitRequest, BlockHash, CacheHints, Role
 
 OF_ADMINISTRATORS = {
@@ -16,6 +17,7 @@ OF_ADMINISTRATORS = {
     "workers",
     "object_store",
     "links",
+    "moved",
     "disk",
     "hit_blocks",
     "missed_blocks",
@@ -89,3 +91,18 @@ def test_hits_save_the_time_of_computing_them(directory: Directory) -> None:
     # Ten tokens, eight of them cached, in one step either way.
     assert decisions[0]["uncached_s"] == WorkerCosts().prefill_s(10, 0, 10, 0)
     assert saved["acme"] == round(WorkerCosts().prefill_s(10, 0, 10, 0) - WorkerCosts().prefill_s(2, 8, 10, 0), 6)
+
+
+def test_what_moved_between_workers_is_summed_with_the_last_move_first(directory: Directory) -> None:
+    moves = directory.stock.moves
+    moves.add("a", "b", 2, 20)
+    moves.add("", "b", 1, 10)
+    moves.add("a", "b", 3, 30)
+    report: Any = cache_report(directory, "root", is_admin=True)
+    assert report["moved"] == [
+        {"source": "a", "target": "b", "segments": 2, "blocks": 5, "bytes": 50},
+        {"source": "disk", "target": "b", "segments": 1, "blocks": 1, "bytes": 10},
+    ]
+    for number in range(MOST_PAIRS):
+        moves.add(f"a{number}", "b", 1, 1)
+    assert len(moves.latest()) == MOST_PAIRS and moves.latest()[-1][0] == "a0", "the oldest pair is forgotten"

@@ -240,6 +240,9 @@ def test_the_cache(served: Served) -> None:
     assert served(replica, get("/v1/requests/chatcmpl-known/explain")).json["choices"] == [{"choice": 0}]
     assert served(replica, get("/v1/requests/x/explain")).status == 404
     assert served(replica, get("/v1/cache")).json["hottest_prefixes"] == [{"preview": "hi"}]
+    assert served(replica, get("/v1/cache")).json["price_per_million_tokens"] is None
+    priced = served(replica, get("/v1/cache"), observability={"price_per_million_tokens": 0.15})
+    assert priced.json["price_per_million_tokens"] == 0.15
     reset = served(replica, lambda: call(app, "POST", "/v1/cache/reset"))
     assert reset.json == {"object": "cache.reset", "blocks": 3}
     assert served(replica, get("/v1/cache/events?since=x")).json["error"]["param"] == "since"

@@ -8,9 +8,11 @@ import "./chat.js";
 import "./requests.js";
 import "./cluster.js";
 import "./prefixes.js";
+import "./doctor.js";
 import "./savings.js";
 
-const VIEWS = { chat: "Chat", requests: "Requests", cluster: "Cluster", prefixes: "Prefixes", savings: "Savings" };
+/** Titles of the views by their names. @type {Record<string, string>} */
+const VIEWS = { chat: "Chat", requests: "Requests", cluster: "Cluster", prefixes: "Prefixes", doctor: "Doctor", savings: "Savings" };
 
 class App extends HTMLElement {
   connectedCallback() {
@@ -51,7 +53,7 @@ class App extends HTMLElement {
       if (isHere) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
     }
-    document.title = `${VIEWS[/** @type {keyof VIEWS} */ (name)]} – raydix`;
+    document.title = `${VIEWS[name]} – raydix`;
     fill(this.main, name === "chat" ? this.chat : h(`raydix-${name}`));
   }
 

@@ -37,8 +37,8 @@ class Chat extends HTMLElement {
         h("button", { type: "button", onclick: () => this.file.click() }, "Add a text file"),
         h("button", { type: "button", onclick: () => this.clear() }, "New chat"),
         h("button", { type: "button", onclick: () => this.settings.showModal() }, "Settings")), this.file);
-    form.addEventListener("dragover", (event) => event.preventDefault());
-    form.addEventListener("drop", (event) => { event.preventDefault(); this.attach(event.dataTransfer?.files[0]); });
+    form.addEventListener("dragover", (/** @type {DragEvent} */ event) => event.preventDefault());
+    form.addEventListener("drop", (/** @type {DragEvent} */ event) => { event.preventDefault(); this.attach(event.dataTransfer?.files[0]); });
     add(this, h("div", { class: "conversation" }, this.log, form), this.side, this.settings);
   }
 

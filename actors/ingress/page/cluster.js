@@ -6,12 +6,17 @@ import { get, poll } from "./api.js";
 import { bar, count, fill, h, percent, several, showNote, size, time } from "./dom.js";
 
 const LOOK_MS = 2000;
+const MAX_MOVES = 20;
 /** For how long a worker that is gone is shown. */
 const REMEMBERED_MS = 60_000;
+
+/** @typedef {{source: string, target: string, blocks: number, bytes: number}} Move */
 
 class Cluster extends HTMLElement {
   /** @type {Map<string, {worker: any, seen: number}>} */
   workers = new Map();
+  /** Blocks that had moved at the look before, by source and target; none before the first look. @type {Map<string, number> | undefined} */
+  moved;
 
   connectedCallback() {
     this.ending = new AbortController();
@@ -31,7 +36,22 @@ class Cluster extends HTMLElement {
     for (const worker of cache.workers) this.workers.set(worker.id, { worker, seen: now });
     for (const [id, { seen }] of this.workers) if (now - seen > REMEMBERED_MS) this.workers.delete(id);
     const shown = [...this.workers.values()].sort((a, b) => order(a.worker).localeCompare(order(b.worker)));
-    fill(this, h("div", { class: "cards" }, ingress(table), manager(cache), shown.map(({ worker, seen }) => card(worker, cache, seen === now))));
+    fill(this, h("div", { class: "cards" }, ingress(table), manager(cache), shown.map(({ worker, seen }) => card(worker, cache, seen === now))),
+      this.moves(cache.moved));
+  }
+
+  /**
+   * KV that moved between workers, with what has moved since the look before.
+   * @param {Move[]} moved
+   */
+  moves(moved) {
+    const before = this.moved;
+    this.moved = new Map(moved.map((move) => [`${move.source} ${move.target}`, move.blocks]));
+    if (moved.length === 0) return null;
+    const lately = (/** @type {Move} */ move) => (before === undefined ? 0 : Math.max(0, move.blocks - (before.get(`${move.source} ${move.target}`) ?? 0)));
+    return h("section", {}, h("h2", {}, "KV between workers"), h("ul", { class: "moves" }, moved.slice(0, MAX_MOVES).map((move) => h("li", { class: lately(move) > 0 ? "now" : "" },
+      h("span", { class: "way" }, move.source, h("span", { class: "arrow", role: "img", "aria-label": "to" }, "→"), move.target),
+      h("span", { class: "facts" }, `${several(move.blocks, "block")}, ${size(move.bytes)}${lately(move) > 0 ? `; ${several(lately(move), "block")} just now` : ""}`)))));
   }
 }
 

@@ -138,12 +138,24 @@ export function parting(prefix) {
   const [name, advice] = ADVICE[prefix.reason] ?? [prefix.reason, ""];
   const place = [prefix.part && `in ${prefix.part}`, prefix.token_index !== null && `at token ${count(prefix.token_index)}`].filter(Boolean).join(", ");
   const lost = prefix.lost_tokens > 0 ? `${several(prefix.lost_tokens, "token")} behind it ${prefix.lost_s ? `and about ${time(prefix.lost_s)} ` : ""}were lost. ` : "";
-  const [before, now] = [prefix.previous_text, prefix.text];
   return h("section", { class: "parting" }, h("h2", {}, "Where it left the prompt before"),
-    h("p", { class: "why" }, h("strong", {}, `${name}${place && `, ${place}`}. `), lost, advice),
-    typeof before === "string" && typeof now === "string" && h("div", { class: "two" },
-      side("the prompt before", prefix.text_before ?? "", before, now), side("this prompt", prefix.text_before ?? "", now, before)));
+    h("p", { class: "why" }, h("strong", {}, `${name}${place && `, ${place}`}. `), lost, advice), bothTexts(prefix));
 }
+
+/**
+ * The two texts side by side where two prompts part, with the difference marked; nothing where a text is not known.
+ * @param {{previous_text?: unknown, text?: unknown, text_before?: string | null}} pair
+ * @returns {any}
+ */
+export function bothTexts(pair) {
+  const { previous_text: before, text: now } = pair;
+  if (typeof before !== "string" || typeof now !== "string") return null;
+  const shared = pair.text_before ?? "";
+  return h("div", { class: "two" }, side("the prompt before", shared, before, now), side("this prompt", shared, now, before));
+}
+
+/** A reason of a parting for people. @param {string} reason */
+export const reasonName = (reason) => ADVICE[reason]?.[0] ?? reason.replaceAll("_", " ");
 
 /**
  * @param {string} title

@@ -2,21 +2,32 @@
  * The reader's hottest prefixes as an icicle, and where blocks came from, were missed and were evicted.
  */
 
-import { get, poll } from "./api.js";
+import { get, poll, post } from "./api.js";
 import { SOURCES } from "./explain.js";
-import { add, bar, count, fill, h, note, several, showNote } from "./dom.js";
+import { add, bar, count, fill, h, note, several, showNote, write } from "./dom.js";
 
 const LOOK_MS = 3000;
 const ROW = 34;
 const MAX_DEPTH = 6;
+/** Time over which evictions are counted for a rate. */
+const RATE_MS = 60_000;
+/** Evictions by reason at earlier looks, also while another view was shown. @type {{at: number, evicted: Record<string, number>}[]} */
+const looks = [];
 
 /** @typedef {{preview: string, requests: number, hit_tokens: number}} Prefix */
 /** @typedef {{text: string, requests: number, hits: number, children: Branch[]}} Branch */
 
 class Prefixes extends HTMLElement {
+  /** What was drawn last. @type {string | undefined} */
+  shown;
+
   connectedCallback() {
     this.ending = new AbortController();
     const { signal } = this.ending;
+    this.figures = h("div", {});
+    // Beside what is drawn anew: a dialog that is open stays open.
+    this.resetting = resetting();
+    fill(this, this.figures, this.resetting);
     poll(() => this.look(signal), (message) => this.fail(message), LOOK_MS, signal);
   }
 
@@ -27,23 +38,60 @@ class Prefixes extends HTMLElement {
   /** @param {string} message */
   fail(message) {
     this.shown = undefined; // the next look draws in place of the message, though nothing may have changed
-    showNote(this, message, true);
+    showNote(this.figures, message, true);
   }
 
   /** @param {AbortSignal} signal */
   async look(signal) {
     const cache = await get("v1/cache", signal);
-    const state = JSON.stringify([cache.hottest_prefixes, cache.hit_blocks, cache.missed_blocks, cache.evicted_blocks]);
+    const rates = cache.evicted_blocks && perMinute(cache.evicted_blocks);
+    const state = JSON.stringify([cache.hottest_prefixes, cache.hit_blocks, cache.missed_blocks, cache.evicted_blocks, rates]);
     if (state === this.shown) return;
     this.shown = state;
     /** @type {Prefix[]} */
     const prefixes = cache.hottest_prefixes;
-    if (!cache.prefix_caching) return fill(this, note("cache.prefix_caching is false: nothing is kept for later requests."));
-    if (prefixes.length === 0) return fill(this, note("No prompt of a block or more yet."));
-    fill(this, h("h2", {}, "Hottest prefixes"), h("p", {}, "Width: tokens that the cache saved; what stands below a text goes on from it."), icicle(branches(prefixes, 0)), table(prefixes),
+    this.resetting.hidden = !cache.evicted_blocks; // which administrators alone are told
+    if (!cache.prefix_caching) return fill(this.figures, note("cache.prefix_caching is false: nothing is kept for later requests."));
+    if (prefixes.length === 0 && !cache.hit_blocks) return fill(this.figures, note("No prompt of a block or more yet."));
+    fill(this.figures, h("h2", {}, "Hottest prefixes"),
+      prefixes.length === 0 ? note("No prompt of a block or more of yours yet.") : [h("p", {}, "Width: tokens that the cache saved; what stands below a text goes on from it."), icicle(branches(prefixes, 0)), table(prefixes)],
       cache.hit_blocks && figures("Blocks of prompts, by source", { ...cache.hit_blocks, ...cache.missed_blocks }, (name) => SOURCES[name]?.name ?? name, (name) => SOURCES[name]?.kind ?? "computed"),
-      cache.evicted_blocks && figures("Evicted blocks, by reason", cache.evicted_blocks, (name) => name, () => "evicted"));
+      cache.evicted_blocks && figures("Evicted blocks, by reason", cache.evicted_blocks, (name) => name, () => "evicted", rates));
   }
+}
+
+/** The button that forgets all KV, for administrators; it asks first. @returns {any} */
+function resetting() {
+  const said = h("p", { role: "status", class: "facts" });
+  const reset = async () => {
+    try {
+      const counts = await post("v1/cache/reset", {});
+      write(said, `Forgotten: ${several(counts.pool_blocks, "block")} of pools, ${several(counts.store_blocks, "block")} of the object store and the disk.`);
+    } catch (error) {
+      write(said, /** @type {Error} */ (error).message);
+    }
+  };
+  const dialog = h("dialog", { "aria-label": "Reset the cache" }, h("form", { method: "dialog" }, h("h2", {}, "Reset the cache?"),
+    h("p", {}, "All KV that no request uses is forgotten, in pools, the object store and on disk. The next prompts are computed from their beginning."),
+    h("div", { class: "row" }, h("button", { class: "main", onclick: reset }, "Reset"), h("button", {}, "Keep it"))));
+  return h("section", { hidden: true, class: "reset" }, h("button", { type: "button", onclick: () => dialog.showModal() }, "Reset the cache …"), said, dialog);
+}
+
+/**
+ * Evictions per minute by reason, from the looks of the last minute.
+ * @param {Record<string, number>} evicted
+ * @returns {Record<string, number> | undefined} None before the second look.
+ */
+function perMinute(evicted) {
+  const at = Date.now();
+  const total = (/** @type {Record<string, number>} */ counts) => Object.values(counts).reduce((sum, each) => sum + each, 0);
+  // A manager that has begun anew counts from 0 again.
+  if (looks.length && total(looks[looks.length - 1].evicted) > total(evicted)) looks.length = 0;
+  while (looks.length > 1 && at - looks[1].at >= RATE_MS) looks.shift();
+  looks.push({ at, evicted });
+  const first = looks[0];
+  if (first.at === at) return undefined;
+  return Object.fromEntries(Object.entries(evicted).map(([reason, number]) => [reason, Math.round(((number - (first.evicted[reason] ?? 0)) * 60_000) / (at - first.at))]));
 }
 
 /**
@@ -119,12 +167,13 @@ function table(prefixes) {
  * @param {Record<string, number>} counts
  * @param {(name: string) => string} nameOf
  * @param {(name: string) => string} kindOf
+ * @param {Record<string, number>} [rates] Per minute.
  */
-function figures(title, counts, nameOf, kindOf) {
-  const parts = Object.entries(counts).map(([name, value]) => ({ name: nameOf(name), value, kind: kindOf(name) }));
+function figures(title, counts, nameOf, kindOf, rates = {}) {
+  const parts = Object.entries(counts).map(([name, value]) => ({ name: nameOf(name), value, kind: kindOf(name), rate: rates[name] }));
   const total = parts.reduce((sum, part) => sum + part.value, 0);
   return h("section", {}, h("h2", {}, title), bar(parts, total, `${title}:`),
-    h("ul", { class: "legend" }, parts.length ? parts.map((part) => h("li", {}, h("i", { class: part.kind }), `${part.name} ${count(part.value)}`)) : h("li", {}, "none")));
+    h("ul", { class: "legend" }, parts.length ? parts.map((part) => h("li", {}, h("i", { class: part.kind }), `${part.name} ${count(part.value)}`, part.rate !== undefined && `, ${count(part.rate)} a minute`)) : h("li", {}, "none")));
 }
 
 customElements.define("raydix-prefixes", Prefixes);

@@ -1,5 +1,5 @@
 /**
- * What the cache saves: prompt tokens that were not computed, seconds, and money at the reader's price.
+ * What the cache saves: prompt tokens that were not computed, seconds, and money at the server's price or the reader's.
  */
 
 import { get, poll } from "./api.js";
@@ -14,8 +14,9 @@ class Savings extends HTMLElement {
     const { signal } = this.ending;
     this.figures = h("div", {});
     const price = h("input", { type: "number", min: 0, step: "any", value: localStorage.getItem(PRICE) ?? "", placeholder: "0.15",
-      oninput: () => { localStorage.setItem(PRICE, price.value); this.show(); } });
-    fill(this, this.figures, h("label", { class: "field short" }, h("span", {}, "Price of a million prompt tokens, for a sum of money (kept in this browser)"), price));
+      oninput: () => { if (price.value) localStorage.setItem(PRICE, price.value); else localStorage.removeItem(PRICE); this.show(); } });
+    this.price = price;
+    fill(this, this.figures, h("label", { class: "field short" }, h("span", {}, "Price of a million prompt tokens, for a sum of money (kept in this browser; empty: the server's, where one is configured)"), price));
     poll(() => this.look(signal), (message) => showNote(this.figures, message, true), LOOK_MS, signal);
   }
 
@@ -35,7 +36,9 @@ class Savings extends HTMLElement {
     const sum = (/** @type {string} */ name) => tenants.reduce((all, [, use]) => all + /** @type {any} */ (use)[name], 0);
     const [prompt, hits] = [sum("prompt_tokens"), sum("hit_tokens")];
     if (prompt === 0) return showNote(this.figures, "No request yet.");
-    const price = Number(localStorage.getItem(PRICE) || 0);
+    const configured = this.cache.price_per_million_tokens;
+    if (configured !== null) this.price.placeholder = String(configured);
+    const price = Number(localStorage.getItem(PRICE) ?? configured ?? 0);
     const money = (/** @type {number} */ tokens) => ((tokens * price) / 1e6).toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 4 });
     const tiles = [[percent(hits / prompt), "of the prompt tokens came from the cache"], [count(hits), `tokens were not computed, of ${count(prompt)}`],
       [time(sum("saved_s")), "of computing, as predicted at each request"], ...(price > 0 ? [[money(hits), "at this price"]] : [])];

@@ -137,7 +137,10 @@ async def explain(request: Request, request_id: str) -> Response:
 
 
 async def cache(request: Request) -> Response:
-    return json_response(orjson.dumps(await replica(request).frontend.cache.report(request.state.tenant)))
+    here = replica(request)
+    report = await here.frontend.cache.report(request.state.tenant)
+    price = here.config.observability.price_per_million_tokens
+    return json_response(orjson.dumps({**report, "price_per_million_tokens": price}))
 
 
 async def doctor(request: Request) -> Response:

@@ -98,6 +98,16 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
             {"source": source, "target": target, **costs._asdict()}
             for (source, target), costs in directory.fleet.links.known().items()
         ]
+        report["moved"] = [
+            {
+                "source": source,
+                "target": target,
+                "segments": moved.num_segments,
+                "blocks": moved.num_blocks,
+                "bytes": moved.num_bytes,
+            }
+            for source, target, moved in directory.stock.moves.latest()
+        ]
         report["disk"] = {
             "bytes": segments.disk_bytes,
             "budget_bytes": segments.disk_budget_bytes,

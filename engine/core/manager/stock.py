@@ -18,6 +18,7 @@ from itertools import islice
 from raydix.engine.core.manager.block_index import BlockIndex, Segment
 from raydix.engine.core.manager.cache_statistics import CacheStatistics
 from raydix.engine.core.manager.instructions import DeliverSegment, Export, Instruction
+from raydix.engine.core.manager.moves import Moves
 from raydix.engine.core.manager.segment_store import SegmentStore
 from raydix.engine.core.manager.succession import Offer
 from raydix.engine.core.manager.supply import Supply
@@ -64,6 +65,8 @@ class Stock:
         self.blocks = BlockIndex(statistics)
         self.segments = SegmentStore(self.blocks, segment_budget_bytes, disk_budget_bytes, tenants, node=node)
         self.supply = Supply(self.blocks)
+        self.moves = Moves()
+        """Segments that workers have taken."""
         self.keeps_segments = keeps_segments
         self.pools: dict[str, PoolRecord] = {}
         """The pool of each registered worker."""
