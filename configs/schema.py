@@ -51,7 +51,7 @@ class ModelSection(Section):
     quantization: Annotated[Quantization | None, Effect.INGRESS_AND_WORKERS] = Field(
         default=None,
         description="The weights of matrix products, on CPUs. int8: in 8 bits with a scale for each output channel. "
-        "stored: in the 4 to 8 bits that a GGUF file has them in; without it they are widened to the dtype.",
+        "stored: in the 4 to 8 bits in which the model's files have them; without it they are widened to the dtype.",
     )
     max_model_len: Annotated[int | None, BeforeValidator(_number_unless_auto), Effect.INGRESS_AND_WORKERS] = Field(
         default=None,

@@ -203,12 +203,13 @@ class GgufModel:
 
     def _stored_bits(self) -> float | None:
         """Mean bits of a weight in memory if matrices are kept in their blocks; None: none can be."""
-        kinds = {name: self._kind(name) for name, tensor in self._tensors.items() if len(tensor.shape) > 1}
-        if not any(kinds.values()):
+        matrices = [(name, int(tensor.n_elements)) for name, tensor in self._tensors.items() if len(tensor.shape) > 1]
+        kinds = [self._kind(name) for name, _ in matrices]
+        if not any(kinds):
             return None
-        sizes = {name: int(self._tensors[name].n_elements) for name in kinds}
-        total = sum(size * (16 if kinds[name] is None else MEMORY_BITS[kinds[name]]) for name, size in sizes.items())
-        return round(total / sum(sizes.values()), 2)
+        bits = [16.0 if kind is None else MEMORY_BITS[kind] for kind in kinds]
+        total = sum(size * of_each for (_, size), of_each in zip(matrices, bits, strict=True))
+        return round(total / sum(size for _, size in matrices), 2)
 
     def _hf_name(self, name: str) -> str:
         stem, _, suffix = name.rpartition(".")

@@ -56,7 +56,7 @@ def identify(
     if quantization == "stored" and config.stored_bits is None and not computes_nothing(source):
         raise StartupError(
             f"model.quantization is stored, but {source} has no weights in 4 to 8 bits that could be kept: "
-            "name a GGUF file that has, or leave the key out"
+            "name a GGUF file or a checkpoint that has such, or leave the key out"
         )
 
     # Without a model no products are computed, so none are named.

@@ -166,7 +166,8 @@ def check_names(names: Iterable[str], config: ModelConfig, where: str) -> None:
     Raises:
         StartupError: a tensor is missing, or unknown to the decoder.
     """
-    known = dict.fromkeys(names)
+    packing = config.packing
+    known = dict.fromkeys(names if packing is None else map(packing.weight_of, names))
     expected = expected_shapes(as_stored(config, known))
     if missing := [name for name in expected if name not in known]:
         raise StartupError(f"the weights in {where} lack {_named(missing)}")
@@ -198,7 +199,7 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: Quantization | N
             total += math.prod(shape) * (1 if quantization == "int8" else width)
         elif len(shape) == 1 or name.endswith("_bias"):
             total += 4 * math.prod(shape)  # norms and biases are float32
-        elif quantization == "stored" and config.stored_bits is not None and name != _EMBEDDING:
+        elif quantization == "stored" and _is_kept(name, config) and config.stored_bits is not None:
             total += math.ceil(math.prod(shape) * config.stored_bits / 8)
         elif quantization == "int8" and name != _EMBEDDING and not (router and name.endswith(router)):
             total += math.prod(shape) + 4 * math.prod(shape[:-1])
@@ -277,6 +278,11 @@ def pair_share(config: ModelConfig) -> float:
     num_unlimited = sum(config.layer_windows[layer] is None for layer in attention_layers)
     # a product with the key, and one with the value
     return 2 * query_size * num_unlimited / num_products if num_products else 0.0
+
+
+def _is_kept(name: str, config: ModelConfig) -> bool:
+    """True if a matrix is kept in few bits; a checkpoint that is packed has only its layers' matrices so."""
+    return name != _EMBEDDING and (config.packing is None or ".layers." in name)
 
 
 def _is_redundant(name: str) -> bool:

@@ -50,6 +50,8 @@ class Checkpoint:
         self._stored = {kind_of(name)[0]: tensor for name, tensor in stored.items()}
         self.config = as_stored(config, self._stored)
         """The description, with the names that these weights have."""
+        self._packed = _packed_shapes(self._stored, self.config)
+        """Shapes of the weights that are stored in several parts, packed."""
         self._open_files: dict[Path, Any] = {}
         _check(self._stored, self._kinds, self.config, folder)
 
@@ -60,6 +62,9 @@ class Checkpoint:
 
     def grouped(self, name: str) -> GroupedWeight | None:
         """Return the named weight, if it is stored in blocks of few bits."""
+        if name in self._packed:
+            assert self.config.packing is not None
+            return self.config.packing.read(self._read, name, self._packed[name])
         kind = self._kinds.get(name)
         return None if kind is None else grouped(self._read(name), kind)
 
@@ -102,10 +107,35 @@ def kind_of(name: str) -> tuple[str, str]:
     return (stem, kind) if kind in KINDS else (name, "")
 
 
+def _packed_shapes(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Each weight that is packed, with its shape.
+
+    Raises:
+        StartupError: a part is missing, or has another shape or dtype than the configuration calls for.
+    """
+    packed: dict[str, tuple[int, ...]] = {}
+    if config.packing is None:
+        return packed
+    names = {config.packing.weight_of(name) for name in stored} - stored.keys()
+    for name, shape in expected_shapes(config).items():
+        if name not in names:
+            continue
+        config.packing.size(shape[-1])
+        for part, (wanted, dtypes) in config.packing.parts(name, shape).items():
+            found = stored.get(part)
+            if found is None or found.shape != wanted or found.dtype not in dtypes:
+                has = "is missing" if found is None else f"is {found.dtype} {list(found.shape)}"
+                raise StartupError(f"{part} {has}; it should be {' or '.join(dtypes)} {list(wanted)}")
+        packed[name] = shape
+    return packed
+
+
 def _check(stored: Mapping[str, StoredTensor], kinds: Mapping[str, str], config: ModelConfig, folder: Path) -> None:
     check_names(stored, config, str(folder))
     expected = expected_shapes(config)
     for name, shape in expected.items():
+        if name not in stored:
+            continue  # packed in several parts, whose shapes have been checked
         tensor = stored[name]
         if kind := KINDS.get(kinds.get(name, "")):
             shape = (*shape[:-1], shape[-1] // kind.num_weights * kind.num_bytes)

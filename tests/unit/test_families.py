@@ -98,7 +98,7 @@ def test_sizes_of_families_go_up(name: str) -> None:
         ({"rope_parameters": {"rope_type": "own"}}, "the rope type 'own' is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "linear"}}, "lacks the key 'factor'"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"weights are quantised \(awq\)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"weights are quantised \(fp8\)"),
     ],
 )
 def test_settings_that_cannot_be_used_are_named(changes: dict[str, Any], says: str) -> None:

@@ -21,6 +21,7 @@ from raydix.engine.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL,
 from raydix.engine.model.families.olmo import OLMO2, OLMO3, OLMOE
 from raydix.engine.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 from raydix.engine.model.families.refused import missing_for
+from raydix.engine.model.packed_weights import packing_of
 
 _ALL = (
     *(LLAMA, MISTRAL, MINISTRAL),
@@ -48,16 +49,14 @@ def config_of(config: JsonObject) -> ModelConfig:
     stated, config = config, _text_part(config)
     family = _family(config)
     quantized = stated.get("quantization_config")
+    packing = None
     if quantized and quantized.get("quant_method") not in family.reads_quantized:
-        raise StartupError(
-            f"the model's weights are quantised ({quantized.get('quant_method', 'unknown')}); "
-            "raydix reads bfloat16, float16 and float32 weights: use an unquantised checkpoint or a GGUF file"
-        )
+        packing = packing_of(quantized)
 
     try:
         described = family.describe(Settings(family.architecture, config, family.defaults))
-        bits = stated.get(STORED_BITS)
-        return described if bits is None else replace(described, stored_bits=float(bits))
+        bits = stated.get(STORED_BITS) if packing is None else packing.bits_in_memory()
+        return described if bits is None else replace(described, stored_bits=float(bits), packing=packing)
     except KeyError as error:
         raise StartupError(f"config.json of {family.architecture} lacks the key {error}") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:

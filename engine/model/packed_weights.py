@@ -1,0 +1,198 @@
+"""Weights of 4 or 8 bits as AWQ, GPTQ and llm-compressor publish them: numbers packed into 32-bit words, each group of
+input features with a scale and a zero.
+
+The three store the same in different directions: w = scale * (number - zero). AWQ and GPTQ have in_features first.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from raydix.engine.core.errors import StartupError
+
+if TYPE_CHECKING:  # nobody waits for torch who only reads a description
+    from torch import Tensor
+
+    from raydix.kernels.linear import GroupedWeight
+
+Method: TypeAlias = Literal["awq", "gptq", "compressed-tensors"]
+WORD_BITS = 32
+LONGEST = 128
+"""Input features of a group in memory, at most; longer groups are several with the same scale."""
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Columns of a word's numbers, from the lowest bits on."""
+ZEROS = {"awq": "qzeros", "gptq": "qzeros", "compressed-tensors": "weight_zero_point"}
+SCALES = {"awq": "scales", "gptq": "scales", "compressed-tensors": "weight_scale"}
+NUMBERS = {"awq": "qweight", "gptq": "qweight", "compressed-tensors": "weight_packed"}
+UNUSED = ("g_idx", "weight_shape", "weight_g_idx")
+"""Parts that say again what follows from the configuration: the order of groups is the usual one, or refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How the weights of a checkpoint are packed."""
+
+    method: Method
+    bits: int
+    group_size: int | None
+    """Input features with one scale; None: all of them."""
+    zero_offset: int = 0
+    """Added to the zeros as they are stored (GPTQ's first format leaves one out)."""
+    has_zeros: bool = True
+    """False: every zero is half of the numbers' range."""
+
+    def weight_of(self, name: str) -> str:
+        """The weight whose part a tensor of this name is; its own name, if it is none."""
+        module, _, part = name.rpartition(".")
+        parts = (NUMBERS[self.method], SCALES[self.method], ZEROS[self.method], *UNUSED)
+        return f"{module}.weight" if part in parts else name
+
+    def size(self, in_features: int) -> int:
+        """Input features of a group in memory.
+
+        Raises:
+            StartupError: the weight's input features are not whole groups.
+        """
+        longest = LONGEST if self.group_size is None else min(self.group_size, LONGEST)
+        if in_features % (self.group_size or longest) or longest not in (32, 64, LONGEST):
+            raise StartupError(f"a weight of {in_features} columns in groups of {self.group_size} cannot be read")
+        return longest
+
+    def bits_in_memory(self) -> float:
+        """Bits of a weight in memory, with its scale and zero."""
+        return self.bits + 48 / min(self.group_size or LONGEST, LONGEST)
+
+    def parts(self, weight: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+        """The tensors of a weight of this shape: of each the shape and the dtypes that it may have."""
+        module, (rows, columns), count = weight.removesuffix(".weight"), shape, WORD_BITS // self.bits
+        groups = columns // (self.group_size or columns)
+        words, floats = ("I32",), ("F16", "BF16")
+        if self.method == "compressed-tensors":
+            found = {
+                NUMBERS[self.method]: ((rows, -(-columns // count)), words),
+                SCALES[self.method]: ((rows, groups), floats),
+            }
+            if self.has_zeros:
+                found[ZEROS[self.method]] = ((-(-rows // count), groups), words)
+        else:
+            numbers = (columns, rows // count) if self.method == "awq" else (columns // count, rows)
+            found = {
+                NUMBERS[self.method]: (numbers, words),
+                SCALES[self.method]: ((groups, rows), floats),
+                ZEROS[self.method]: ((groups, rows // count), words),
+            }
+        return {f"{module}.{part}": of for part, of in found.items()}
+
+    def read(self, read: Callable[[str], "Tensor"], weight: str, shape: tuple[int, ...]) -> "GroupedWeight":
+        """A weight from its parts, which `read` gives by name.
+
+        Raises:
+            StartupError: it has a scale that is no finite float16.
+        """
+        import torch
+
+        from raydix.kernels.linear import GroupedWeight, Groups
+
+        module, (rows, columns) = weight.removesuffix(".weight"), shape
+        numbers = read(f"{module}.{NUMBERS[self.method]}")
+        scales = read(f"{module}.{SCALES[self.method]}")
+        zeros = read(f"{module}.{ZEROS[self.method]}") if self.has_zeros else None
+        # All three with output features first.
+        if self.method == "compressed-tensors":
+            numbers = unpacked(numbers, self.bits, 1)[:, :columns]
+            zeros = None if zeros is None else unpacked(zeros, self.bits, 0)[:rows]
+        else:
+            is_awq = self.method == "awq"
+            order = AWQ_ORDER if is_awq else None
+            numbers, scales = unpacked(numbers, self.bits, 1 if is_awq else 0, order).T, scales.T
+            zeros = None if zeros is None else unpacked(zeros, self.bits, 1, order).T
+        # A bfloat16 below 2^-17 may be rounded, by less than a rounding of usual weights to bfloat16.
+        halves = scales.to(torch.float16)
+        if not halves.isfinite().all():
+            raise StartupError(f"{weight} has scales that are no finite float16")
+
+        size = self.size(columns)
+        times = columns // size // halves.shape[1]
+        middle = torch.full(halves.shape, 1 << (self.bits - 1), dtype=torch.uint8)
+        least_factors = middle if zeros is None else zeros + self.zero_offset
+        halves = halves.repeat_interleave(times, 1)
+        return GroupedWeight(
+            groups=Groups(self.bits, size, size, 0, has_least=True),
+            numbers=numbers.contiguous(),
+            scales=halves,
+            factors=torch.ones(halves.shape, dtype=torch.int8),
+            least=halves,
+            least_factors=least_factors.repeat_interleave(times, 1),
+        )
+
+
+def unpacked(words: "Tensor", bits: int, dim: int, order: tuple[int, ...] | None = None) -> "Tensor":
+    """The numbers of int32 `words` [a, b] along `dim`, as uint8; `order`: places of a word's numbers among them."""
+    import torch
+
+    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
+    apart = (words[..., None] >> shifts & (1 << bits) - 1).to(torch.uint8)
+    if order is not None:
+        apart = apart[..., torch.tensor(order).argsort()]
+    return apart.flatten(1) if dim == 1 else apart.transpose(1, 2).reshape(-1, words.shape[1])
+
+
+def packing_of(quantized: Mapping[str, Any]) -> Packing:
+    """How a checkpoint with this `quantization_config` is packed.
+
+    Raises:
+        StartupError: its weights are quantised in a way that is not read.
+    """
+    method = quantized.get("quant_method", "unknown")
+    try:
+        if method == "awq":
+            return _awq(quantized)
+        if method == "gptq":
+            return _gptq(quantized)
+        if method == "compressed-tensors":
+            return _compressed(quantized)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StartupError(f"quantization_config of {method} has an unusable value: {error}") from error
+    raise _refused(method)
+
+
+def _awq(quantized: Mapping[str, Any]) -> Packing:
+    if quantized.get("version", "gemm") != "gemm" or not quantized.get("zero_point", True) or quantized["bits"] != 4:
+        raise _refused("awq, of another form than gemm with zeros in 4 bits")
+    return Packing("awq", 4, _group_size(quantized["group_size"]))
+
+
+def _gptq(quantized: Mapping[str, Any]) -> Packing:
+    bits = int(quantized["bits"])
+    if bits not in (4, 8):
+        raise _refused(f"gptq in {bits} bits")
+    if quantized.get("desc_act"):
+        raise _refused("gptq with desc_act, whose groups are not in the order of the columns")
+    form = quantized.get("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise _refused(f"gptq in the format {form}")
+    return Packing("gptq", bits, _group_size(quantized["group_size"]), zero_offset=int(form == "gptq"))
+
+
+def _compressed(quantized: Mapping[str, Any]) -> Packing:
+    form, groups = quantized.get("format"), list(quantized["config_groups"].values())
+    if form != "pack-quantized" or len(groups) != 1 or groups[0].get("input_activations"):
+        raise _refused(f"compressed-tensors, {form}")
+    weights = groups[0]["weights"]
+    bits = int(weights["num_bits"])
+    if weights["type"] != "int" or bits not in (4, 8) or weights.get("actorder") in ("group", "dynamic"):
+        raise _refused(f"compressed-tensors, {weights['type']} in {bits} bits, order {weights.get('actorder')}")
+    group_size = _group_size(weights.get("group_size") or -1)
+    return Packing("compressed-tensors", bits, group_size, has_zeros=not weights.get("symmetric", True))
+
+
+def _group_size(stated: object) -> int | None:
+    size = int(str(stated))
+    return None if size == -1 else size
+
+
+def _refused(how: str) -> StartupError:
+    return StartupError(
+        f"the model's weights are quantised ({how}); raydix reads bfloat16, float16 and float32 weights, GGUF files, "
+        "and AWQ, GPTQ and compressed-tensors in 4 or 8 bits: use such a checkpoint"
+    )
