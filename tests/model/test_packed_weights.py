@@ -29,7 +29,7 @@ Parts = dict[str, Tensor]
 def words(numbers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """Numbers [a, b] packed along b into int32 words, the first in the lowest bits; `order`: their places in a word."""
     count = 32 // bits
-    apart = torch.nn.functional.pad(numbers.long(), (0, -numbers.shape[1] % count)).unflatten(1, (-1, count))
+    apart = torch.nn.functional.pad(numbers.long(), (0, -numbers.shape[1] % count)).reshape(len(numbers), -1, count)
     if order is not None:
         apart = apart[..., list(order)]
     total = sum(apart[..., place] << bits * place for place in range(count))
