@@ -33,7 +33,7 @@ LEAST_SHARE = 0.4
 SEED = 8
 """Tokens in a row by which a run is found."""
 
-EVICTED, LOST, RECOMPUTED = "evicted", "lost", "recomputed"
+EVICTED, LOST, RECOMPUTED, NO_STATE = "evicted", "lost", "recomputed", "no_state"
 """Sources of missing blocks (`raydix.engine.core.manager.explain.BlockSource`) that are reasons of their own."""
 
 ADVICE: Mapping[str, str] = MappingProxyType(
@@ -161,7 +161,7 @@ class _Doctor:
         if miss is not None and miss.num_cached > num_full:
             return  # more was found than these prompts know of
         # Of a prompt that is found as a whole the last token is computed all the same, and with it a block.
-        if miss is not None and miss.num_cached < num_full - size and miss.source != RECOMPUTED:
+        if miss is not None and miss.num_cached < num_full - size and miss.source not in (RECOMPUTED, NO_STATE):
             reason = miss.source if miss.source in (EVICTED, LOST) else Reason.NOT_FOUND
             found = Divergence(Reason.NOT_FOUND, miss.num_cached)
             self._add(reason, found, previous, prompt, num_full - miss.num_cached)

@@ -81,6 +81,11 @@ def root_hash(fingerprint: str) -> BlockHash:
     return blake2b(fingerprint.encode(), digest_size=DIGEST_BYTES, key=b"raydix root").digest()
 
 
+def state_hash(block_hash: BlockHash) -> BlockHash:
+    """The name of the recurrent state behind a block: a second kind of block under the same chain."""
+    return blake2b(block_hash, digest_size=DIGEST_BYTES, key=b"raydix state").digest()
+
+
 def adapted(last: BlockHash, adapter: bytes, num_plain_tokens: int = 0) -> BlockHash:
     """The name of `last` where a chain goes on with the adapter of this digest, behind so many tokens without it; at
     the root, the beginning of every chain of the adapter. Without an adapter `last` itself."""

@@ -337,6 +337,8 @@ class Assignment:
     (`raydix.engine.model.isolation`)."""
     adapter: Adapter | None = None
     """The adapter of every row of the request; None: the model alone. The salt has its digest."""
+    parts_at: int = 0
+    """Leading blocks that earlier prompts of the cluster had, too: a place for a snapshot of recurrent states."""
 
 
 class StartTimes(NamedTuple):
@@ -485,6 +487,8 @@ class Admission:
     """True if the request is late, and others go first (`LATE_PRIORITY`)."""
     expected: Expected | None = None
     """None without the manager."""
+    num_known: int = 0
+    """Leading blocks of the prompt that the manager knew."""
 
     def whole(self) -> "Admission":
         """Have the prefill worker do the whole request."""

@@ -10,7 +10,19 @@ from typing import Any
 import pytest
 
 from raydix.engine.core.divergence import PromptRecord, Reason
-from raydix.engine.core.doctor import ADVICE, EVICTED, LOST, RECOMPUTED, RUN, SEED, Miss, Prompt, num_again, report
+from raydix.engine.core.doctor import (
+    ADVICE,
+    EVICTED,
+    LOST,
+    NO_STATE,
+    RECOMPUTED,
+    RUN,
+    SEED,
+    Miss,
+    Prompt,
+    num_again,
+    report,
+)
 from raydix.engine.core.manager.explain import BlockSource, Decision, Decisions, Eviction
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from raydix.engine.serving.prompt_records import PromptRecords
@@ -118,6 +130,7 @@ def test_what_was_evicted_is_told_with_the_room_that_was_short() -> None:
     assert found([same, same], [miss("1", 64, LOST)])["findings"][0]["reason"] == LOST
     assert found([same, same], [miss("1", 64, "never_seen")])["findings"][0]["reason"] == "not_found"
     assert not found([same, same], [miss("1", 64, RECOMPUTED)])["findings"], "it was quicker so"
+    assert not found([same, same], [miss("1", 64, NO_STATE)])["findings"], "the next one hits"
 
 
 def test_a_prompt_of_which_more_was_found_than_is_known_has_lost_nothing() -> None:
@@ -162,7 +175,7 @@ def test_runs_are_found_wherever_they_are(shift: int) -> None:
 
 def test_each_reason_has_advice() -> None:
     assert {*Reason, EVICTED, LOST} == {*ADVICE}
-    assert {EVICTED, LOST, RECOMPUTED} <= {*map(str, BlockSource)}
+    assert {EVICTED, LOST, NO_STATE, RECOMPUTED} <= {*map(str, BlockSource)}
 
 
 def test_the_manager_tells_of_a_tenants_own_prompts_since_a_time() -> None:

@@ -54,9 +54,12 @@ def test_the_third_prompt_of_one_beginning_goes_on_from_the_seconds_snapshot(sce
             computed.append(num_prefilled(scene) - before)
             before += computed[-1]
         assert computed == [63, 63, 31, 3]
-        # What the manager knows of each pool is what spares computing there.
-        useful = {name for worker in scene.workers.values() for name in worker._engine.pool.hashes()}
-        await until(lambda: len(manager._directory.stock.blocks) == len(useful))
+        # The manager predicts what the workers find, and says why the second prompt was computed.
+        sources = []
+        for number in range(4):
+            [decision] = manager._directory.decisions.of(f"r{number}")[f"r{number}"]
+            sources.append([(str(source), count) for source, count in decision.runs])
+        assert sources[1][0] == ("no_state", 8) and sources[2][0] == ("local", 8) and sources[3] == [("local", 15)]
 
     scene.run(play())
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from raydix.engine.core.costs import WorkerCosts
-from raydix.engine.core.hashing import BlockChain, hash_block
+from raydix.engine.core.hashing import BlockChain, hash_block, state_hash
 from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.tenants import Tenant, num_public_tokens
 from raydix.engine.core.types import (
@@ -104,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.contents: dict[BlockHash, list[int]] = {}
         self.num_idle = 0
         self.told: set[BlockHash] = set()
-        """Blocks that the pool of a model with recurrent layers has told of."""
+        """What the pool of a model with recurrent layers has told of."""
         self.exports: list[ExportedBlocks] = []
         self.under_way: tuple[SchedulerOutput, RunnerOutput] | None = None
 
@@ -425,7 +425,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             running = self.scheduler.running.values()
             assert all(len(request.blocks) <= request.num_needed_blocks for request in running), "a draft's blocks stay"
         assert len(self.scheduler.running) <= self.limits.max_requests
-        for block_hash in self.pool.hashes():
+        states = set() if self.pool.states is None else set(self.pool.states.hashes())
+        for block_hash in set(self.pool.hashes()) - states:
             block = self.pool.lookup(block_hash)
             content = self.contents[block_hash]
             assert self.model.cells[block][: len(content)].tolist() == content, "a block is not what its hash says"
@@ -434,19 +435,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     # Inside
 
     def _check_states(self) -> None:
-        """Each snapshot is the state behind the block that names it, and what the pool tells of is of use."""
+        """Each snapshot is the state behind the block that names it, and the pool tells what is there."""
         states = self.pool.states
         if states is None:
             return
-        hashes = states.hashes()
-        for block_hash in hashes:
+        by_state = {state_hash(block_hash): block_hash for block_hash in self.contents}
+        for state in states.hashes():
+            block_hash = by_state[state]
             assert self.pool.lookup(block_hash) is not None, "a snapshot without its KV"
-            num_blocks, slot = states.longest([block_hash])
-            if slot is not None:
-                assert num_blocks == 1 and self.model.states[slot] == self.contents[block_hash][-1]
-        came, gone = states.drain_journal()
-        self.told = (self.told | set(came)) - {block_hash for block_hash, _ in gone}
-        assert self.told == set(hashes), "the journal tells something else than what is there"
+            _, slot = states.longest([block_hash])
+            assert slot is not None and self.model.states[slot] == self.contents[block_hash][-1]
+        came, gone = self.pool.drain_journal()
+        self.told = (self.told | set(came)) - {name for name, _ in gone}
+        kept = set(self.pool.hashes()) if self.pool.keeps_blocks else set()
+        assert self.told == kept, "the journal tells something else than what is there"
 
     def _live(self, stage: Stage | None = None) -> dict[str, Expected]:
         return {

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.hashing import state_hash
 from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.types import CacheHints, CacheMark, DraftSource, EvictionReason, Pooling, Salt
 from raydix.engine.core.worker.block_pool import BlockPool
@@ -191,14 +192,15 @@ def test_results_of_cached_positions_are_computed_from_the_beginning(options: di
     assert output.chunks[0].start == 0 and output.chunks[0].store_from == 20
 
 
-def test_the_pool_tells_of_blocks_with_a_snapshot_behind_them() -> None:
+def test_the_pool_tells_of_its_blocks_and_of_its_snapshots() -> None:
     worker = Worker()
     names = hashes_of(PROMPT)
     worker.ask("cold", PROMPT, max_tokens=1)
-    assert worker.pool.drain_journal() == (names, []) and worker.pool.hashes() == names
+    assert worker.pool.drain_journal() == ([*names, state_hash(names[-1])], [])
+    assert worker.pool.hashes() == [*names, state_hash(names[-1])]
     worker.states.drop(names[-1], EvictionReason.FULL)
-    assert worker.pool.drain_journal() == ([], [(name, EvictionReason.FULL) for name in names])
-    assert worker.pool.hashes() == [] and worker.pool.match(names), "the KV is there, and spares nobody anything"
+    assert worker.pool.drain_journal() == ([], [(state_hash(names[-1]), EvictionReason.FULL)])
+    assert worker.pool.hashes() == names
 
 
 def test_a_snapshot_goes_with_the_first_block_before_it() -> None:

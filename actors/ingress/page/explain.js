@@ -21,6 +21,7 @@ export const SOURCES = {
   diverged: { name: "computed: diverged", kind: "diverged" },
   reasoning_left_out: { name: "computed: reasoning left out", kind: "diverged" },
   recomputed: { name: "computed: quicker", kind: "recomputed" },
+  no_state: { name: "computed: no snapshot", kind: "recomputed" },
 };
 
 /** @param {string} source */

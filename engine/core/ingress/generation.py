@@ -230,6 +230,7 @@ class Generation:
                     continuations=() if stage is Stage.PREFILL else admission.continuations,
                     is_suspect=bool(self.stopped),
                     adapter=self.adapter,
+                    parts_at=admission.num_known,
                 ),
             )
             for worker_id, stage, awaited, epoch in (whole if admission.prefill == admission.decode else split)

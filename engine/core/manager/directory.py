@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import LateError, NoWorkerError
+from raydix.engine.core.hashing import state_hash
 from raydix.engine.core.manager.block_index import BlockRecord
 from raydix.engine.core.manager.cache_statistics import CacheStatistics
 from raydix.engine.core.manager.elastic import with_roles
@@ -28,7 +29,7 @@ from raydix.engine.core.manager.explain import Decision, Decisions, SessionFacts
 from raydix.engine.core.manager.explanations import Explanations
 from raydix.engine.core.manager.fleet import Fleet
 from raydix.engine.core.manager.instructions import HandoverLost, Instruction, Lost
-from raydix.engine.core.manager.matching import demand_of, match, sources_of
+from raydix.engine.core.manager.matching import demand_of, match, sources_of, with_states
 from raydix.engine.core.manager.placement import (
     NO_WORKERS,
     CostModel,
@@ -303,7 +304,16 @@ class Directory:
         avoided = self._avoided(session, request)
         last_workers = self.sessions.workers_of(request, session)
         placement, when_late = self._place(request, records, objectives, avoided, last_workers, is_new=is_new)
-        decision = self._explanations.record(request, records, placement, self.fleet, now, objectives.ttft_s, when_late)
+        decision = self._explanations.record(
+            request,
+            records,
+            placement,
+            self.fleet,
+            now,
+            objectives.ttft_s,
+            when_late,
+            moves_blocks=self.costs.moves_blocks,
+        )
 
         # Blocks of the prompt: [0, num_local) in the pool, [num_local, num_cached) imported, the rest computed.
         num_local = placement.chosen.num_local_blocks
@@ -311,10 +321,12 @@ class Directory:
         lacking = dict.fromkeys(request.hashes[num_local:])
 
         # The load on its workers.
+        num_known = next((index for index, record in enumerate(records) if record is None), len(records))
         reservation = self._reservation(
             request,
             placement,
             objectives,
+            num_known=num_known,
             imported=request.hashes[num_local:num_cached],
             num_new_blocks=len(lacking),
             gives_way=when_late is WhenLate.GIVE_WAY,
@@ -325,7 +337,6 @@ class Directory:
         if self.fleet[prefill].is_elastic and not request.is_behind:
             self.fleet.elastic_load.admitted(placement.chosen.compute_s, now)
         self._reservations[request.request_id] = reservation
-        num_known = next((index for index, record in enumerate(records) if record is None), len(records))
         session = self.sessions.admitted(request, found, num_known, SessionWorkers(prefill, decode), now)
         self._move_place(session, decode)
         decision.session = SessionFacts(
@@ -500,9 +511,12 @@ class Directory:
             # On one node every import takes alike.
             sources=sources_of(records, self.fleet, self._reservations) if len(self.fleet.nodes) > 1 else None,
         )
+        holders = prefix.holders
         if not self.costs.moves_blocks:
             demand = replace(demand, num_reachable_blocks=0, sources=None)
-        return demand, self.fleet.candidates(prefix.holders, avoided)
+            usable = request.hashes[: max(0, request.num_tokens - 1) // self.costs.block_size]
+            holders = with_states(holders, self.stock.blocks.find(map(state_hash, usable)))
+        return demand, self.fleet.candidates(holders, avoided)
 
     def _reservation(
         self,
@@ -510,6 +524,7 @@ class Directory:
         placement: Placement,
         objectives: Objectives,
         *,
+        num_known: int,
         imported: Sequence[BlockHash],
         num_new_blocks: int,
         gives_way: bool,
@@ -518,8 +533,8 @@ class Directory:
         """Assign a request to the workers of its placement, with the blocks that each of them is to get from elsewhere.
         Changes nothing.
 
-        `imported`: blocks of the prompt that the prefill worker does not compute; `num_new_blocks`: blocks of the
-        prompt that it lacks. `gives_way`: the request is late, and others go first.
+        `num_known`: as in the admission; `imported`: blocks of the prompt that the prefill worker does not compute;
+        `num_new_blocks`: blocks of the prompt that it lacks. `gives_way`: the request is late, and others go first.
         """
         prefill = placement.prefill
         decode = placement.decode if request.generates else prefill
@@ -534,6 +549,7 @@ class Directory:
             decode_awaited=self.stock.lacking(decode, request.hashes) if decode != prefill else (),
             gives_way=gives_way,
             expected=expected,
+            num_known=num_known,
         )
         return Reservation(
             admission=admission,

@@ -46,6 +46,8 @@ class BlockSource(StrEnum):
     templates leave reasoning out of later prompts."""
     RECOMPUTED = "recomputed"
     """Stored somewhere, but computing was predicted to be faster."""
+    NO_STATE = "no_state"
+    """In a pool, but not with the recurrent state to go on from, or at another worker with it."""
 
 
 WHY: Mapping[BlockSource, str] = MappingProxyType(
@@ -61,6 +63,8 @@ WHY: Mapping[BlockSource, str] = MappingProxyType(
         "reasoning of earlier answers out, so the prompt goes on otherwise.",
         BlockSource.RECOMPUTED: "the blocks are somewhere, but computing them again was predicted to be quicker than "
         "fetching them.",
+        BlockSource.NO_STATE: "the blocks are there, without a snapshot of the recurrent state behind them, or another "
+        "worker has it: the next prompt that parts here goes on from the snapshot that this one leaves.",
     }
 )
 """Reasons of misses, for people."""

@@ -50,13 +50,16 @@ class Explanations:
         now: float,
         objective_ttft_s: float | None = None,
         when_late: WhenLate | None = None,
+        *,
+        moves_blocks: bool = True,
     ) -> Decision:
         """Keep the decision behind a placement, count it, and return it. `records`: of the blocks of `request.hashes`;
-        `now`: seconds since the epoch; `when_late`: of a request that is predicted to be late."""
+        `now`: seconds since the epoch; `when_late`: of a request that is predicted to be late;
+        `moves_blocks`: of the cost model."""
         num_local = placement.chosen.num_local_blocks
         num_cached = num_local + placement.chosen.num_imported_blocks
         imported = [_source(record) for record in records[num_local:num_cached] if record is not None]
-        computed = self._misses(request, records, num_cached)
+        computed = self._misses(request, records, num_cached, moves_blocks=moves_blocks)
         # Before the request's own blocks come and leave.
         eviction = self._eviction(request.hashes[num_cached:])
         local = ((BlockSource.LOCAL, num_local),) if num_local else ()
@@ -100,7 +103,7 @@ class Explanations:
             self._reasoned.note(request.cache.tenant, {request.hashes[-1]: request.reasoning_turn})
 
     def _misses(
-        self, request: AdmitRequest, records: Sequence[BlockRecord | None], num_cached: int
+        self, request: AdmitRequest, records: Sequence[BlockRecord | None], num_cached: int, *, moves_blocks: bool
     ) -> list[BlockSource]:
         """The reasons for computing the blocks behind the first `num_cached`; notes the order of blocks in the
         prompt."""
@@ -117,9 +120,9 @@ class Explanations:
         for parent, block_hash, record, follower, earlier in zip(
             parents, hashes, records[num_cached:], followers, reasoned, strict=True
         ):
-            # The block is somewhere, but was not worth fetching, or lies behind a missing one.
+            # The block is somewhere, but was not worth fetching, lies behind a missing one, or has no state behind it.
             if record is not None:
-                reasons.append(BlockSource.RECOMPUTED)
+                reasons.append(BlockSource.RECOMPUTED if moves_blocks else BlockSource.NO_STATE)
                 continue
             if block_hash in gone:
                 made_room = gone[block_hash] is not None

@@ -1,6 +1,6 @@
 """Finds the longest prefix of a request's blocks in the cluster, for each worker."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from raydix.engine.core.manager.block_index import BlockRecord
@@ -54,6 +54,22 @@ def match(
     computing = [found for name in producers if (found := reservations.get(name or "")) is not None]
     pending_us = max((workers[each.admission.prefill].ahead_us(each.is_behind) for each in computing), default=0)
     return Prefix(num_reachable, holders, pending_us)
+
+
+def with_states(holders: Mapping[int, Set[str]], states: Sequence[BlockRecord | None]) -> dict[int, set[str]]:
+    """All workers by the number of leading blocks behind which they have a recurrent state, too. `states`: the record
+    of the state behind each block at which a request could go on."""
+    found: dict[int, set[str]] = {}
+    for num_blocks, workers in holders.items():
+        left = set(workers)
+        # From the last block on: the first state that is met is the one to go on from.
+        for number in range(min(num_blocks, len(states)), 0, -1):
+            if (record := states[number - 1]) is not None and (here := left & record.workers):
+                found.setdefault(number, set()).update(here)
+                left -= here
+        if left:
+            found.setdefault(0, set()).update(left)
+    return found
 
 
 def sources_of(

@@ -6,8 +6,8 @@
 | cached | none | a sealed block: a later request can use it, the next allocation may evict it |
 | free | none | none |
 
-For a model with recurrent layers a block is of use only together with a snapshot of their states at or behind its end
-(`states`). The pool tells of such blocks only, and a snapshot goes with the first block on its way.
+For a model with recurrent layers requests go on only where there is a snapshot of their states, too (`states`). A
+snapshot goes with the first of its blocks, and other processes hear of both.
 
 A block gets its hash (is *sealed*) only after the forward pass or the import that filled it. The eviction queue chooses
 the cached block to evict: a leaf of the prefix tree, of the least worth by the queue's ranking.
@@ -126,8 +126,8 @@ class BlockPool:
         return self._ref_counts[block] > 1
 
     def hashes(self) -> list[BlockHash]:
-        """Every hash in the pool that spares computing, for a manager that knows nothing yet."""
-        return list(self._by_hash) if self.states is None else self.states.hashes()
+        """Every hash in the pool, for a manager that knows nothing yet; those of snapshots last."""
+        return [*self._by_hash, *(() if self.states is None else self.states.hashes())]
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Hold blocks that are held or cached already."""
@@ -240,7 +240,7 @@ class BlockPool:
         if block_hash not in self._by_hash:
             self._hashes[block] = block_hash
             self._by_hash[block_hash] = block
-            if self.keeps_blocks and self.states is None:
+            if self.keeps_blocks:
                 self._sealed_journal.append(block_hash)
 
             self._contents[block] = content
@@ -268,12 +268,13 @@ class BlockPool:
     def drain_journal(self) -> tuple[list[BlockHash], list[tuple[BlockHash, EvictionReason]]]:
         """Hashes sealed and hashes evicted since the last call. A hash of both counts as evicted if it is absent
         now."""
-        if self.states is not None:
-            return self.states.drain_journal()
         # A hash may have come, gone and come again: only where it is now counts.
         sealed = [block_hash for block_hash in self._sealed_journal if block_hash in self._by_hash]
         evicted = [gone for gone in self._evicted_journal if gone[0] not in self._by_hash]
         self._sealed_journal, self._evicted_journal = [], []
+        if self.states is not None:
+            came, gone = self.states.drain_journal()
+            return [*sealed, *came], [*evicted, *gone]
         return sealed, evicted
 
     def check_integrity(self, held: Iterable[int] | None = None, protected: Iterable[BlockHash] | None = None) -> None:
@@ -327,7 +328,7 @@ class BlockPool:
         self._hashes[block] = None
         if self.states is not None:
             self.states.block_gone(block_hash, reason)
-        elif self.keeps_blocks:
+        if self.keeps_blocks:
             self._evicted_journal.append((block_hash, reason))
         content, self._contents[block] = self._contents[block], None
         if content is not None and self._by_beginning.get(key := (content.parent, content.token_ids[0])) == block:

@@ -7,7 +7,7 @@ Snapshots are taken where somebody will want to go on:
 | the last full block before a prompt's last token | the same prompt again |
 | the last full block of a request, moving on with it | its next turn, and itself after a preemption |
 | the end of the public prefix, and of cache marks | prompts with the same beginning |
-| the block where the request's prompt parts from what the pool has | the next one that parts there |
+| the block where the prompt parts from what the pool has, or the manager knows | the next one that parts there |
 | the block where a waiting request's prompt parts from one that is computed | the waiting one |
 
 A step writes the state behind a row wherever such a position lies within a chunk, so chunks are not cut there. Of a
@@ -199,6 +199,7 @@ class Snapshots:
         num_blocks = {
             (assignment.num_prompt_tokens - 1) // block_size,
             request.chain.num_public_blocks,
+            assignment.parts_at,
             *(mark.num_blocks for mark in assignment.cache.marks),
         }
         if request.parted_at is not None:

@@ -17,6 +17,7 @@ one of these leaves the pool, and of the snapshots without a holder the least re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from raydix.engine.core.hashing import state_hash
 from raydix.engine.core.types import BlockHash, EvictionReason
 
 SPARE = 4
@@ -26,8 +27,7 @@ SPARE = 4
 class States:
     """Reference counts and names of `num_slots` slots; holds no tensor.
 
-    What other processes hear of the pool is in this journal and not in the block pool's: without a snapshot behind it a
-    block spares nobody anything, so blocks count as there while they are on the path of a snapshot.
+    Other processes hear of snapshots as of blocks, by names of their own (`state_hash`).
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -93,11 +93,9 @@ class States:
             return False
         assert self._names[slot] is None, "a state is behind one block only"
         self._slots[name], self._names[slot], self._paths[name] = slot, name, tuple(path)
+        self._came.append(state_hash(name))
         for block_hash in path:
-            snapshots = self._through.setdefault(block_hash, set())
-            if not snapshots:
-                self._came.append(block_hash)
-            snapshots.add(name)
+            self._through.setdefault(block_hash, set()).add(name)
         if len(self._slots) > self._most_snapshots:
             self._drop_oldest()
         return True
@@ -106,12 +104,12 @@ class States:
         """Forget a snapshot; its holders keep the state."""
         slot = self._slots.pop(name)
         self._names[slot] = None
+        self._gone.append((state_hash(name), reason))
         for block_hash in self._paths.pop(name):
             snapshots = self._through[block_hash]
             snapshots.remove(name)
             if not snapshots:
                 del self._through[block_hash]
-                self._gone.append((block_hash, reason))
         self._free_unused(slot)
 
     def block_gone(self, block_hash: BlockHash, reason: EvictionReason) -> None:
@@ -120,14 +118,14 @@ class States:
             self.drop(name, reason)
 
     def hashes(self) -> list[BlockHash]:
-        """Every block on the path of a snapshot."""
-        return list(self._through)
+        """The names of all snapshots as other processes hear them."""
+        return list(map(state_hash, self._slots))
 
     def drain_journal(self) -> tuple[list[BlockHash], list[tuple[BlockHash, EvictionReason]]]:
-        """Blocks that came onto the path of a snapshot, and those that left, since the last call; as
-        `BlockPool.drain_journal`."""
-        came = [block_hash for block_hash in self._came if block_hash in self._through]
-        gone = [each for each in self._gone if each[0] not in self._through]
+        """Snapshots that came and that went since the last call, as `BlockPool.drain_journal`."""
+        here = set(self.hashes()) if self._came or self._gone else set()
+        came = [state for state in self._came if state in here]
+        gone = [each for each in self._gone if each[0] not in here]
         self._came, self._gone = [], []
         return came, gone
 
