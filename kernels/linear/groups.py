@@ -114,11 +114,13 @@ def _with_least(weight: GroupedWeight) -> GroupedWeight:
     form, factors, numbers = weight.groups, weight.factors, weight.numbers
     least, least_factors = weight.least, weight.least_factors
     if least is None or least_factors is None:
-        # What is taken off has factors without a sign, so groups with a negative factor count from the other end.
-        negative = factors.repeat_interleave(form.size, 1) < 0
-        numbers = torch.where(negative, 2 * form.zero - numbers, numbers)
-        factors = factors.to(torch.int16).abs()
-        least, least_factors = weight.scales * form.zero, factors.to(torch.uint8)
+        # What is taken off has factors without a sign, so all groups get a negative factor: an int8 holds -128, which
+        # Q6_K has in every block, and not 128. Groups with a positive one count from the other end.
+        positive = factors.repeat_interleave(form.size, 1) > 0
+        numbers = torch.where(positive, 2 * form.zero - numbers, numbers)
+        sizes = factors.to(torch.int16).abs()
+        factors = -sizes
+        least, least_factors = -weight.scales * form.zero, sizes.to(torch.uint8)
     times = form.size // 16
     return GroupedWeight(
         groups=Groups(8, 16, form.super, 0, has_least=True),

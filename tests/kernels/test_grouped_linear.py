@@ -33,6 +33,9 @@ def made(out_features: int, in_features: int, form: Groups) -> GroupedWeight:
     num_scales, num_groups = in_features // form.super, in_features // form.size
     signs = 1 if form.has_least else torch.randint(0, 2, (out_features, num_groups)) * 2 - 1
     factors = torch.randint(1, 64, (out_features, num_groups)) * signs
+    if not form.has_least and form.super > form.size:
+        # As in files: the group with the largest scale has the number whose opposite an int8 does not hold.
+        factors[:, :: form.super // form.size] = -128
     least = (torch.rand(out_features, num_scales) * 0.01).half() if form.has_least else None
     return GroupedWeight(
         groups=form,
