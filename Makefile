@@ -39,7 +39,7 @@ PAGE := $(VENV)-page
 $(PAGE)/.installed: tests/page/package.json
 	@mkdir -p $(@D)
 	@cp $< $(@D)
-	@npm install --prefix $(@D) --silent --no-audit --no-fund && touch $@ \
+	@npm install --prefix $(@D) --silent --no-audit --no-fund --fetch-retries=0 && touch $@ \
 		|| echo 'no packages of npm: the types and the accessibility of the page are not checked'
 
 install: $(VENV)/.installed

@@ -41,7 +41,8 @@ async def answer_row(
         ValueError: the request is not valid; names the field.
         ServiceError: the request could not be served, also not later.
     """
-    body, tenant = _read(request)
+    # A row may be of any size, so it is read and written beside the replica's event loop.
+    body, tenant = await asyncio.to_thread(_read, request)
     pause_s, waited_s = FIRST_PAUSE_S, 0.0
     while True:
         try:
@@ -49,7 +50,7 @@ async def answer_row(
         except RequestError as error:
             raise ValueError(error.message) from None
         if found.status == HTTPStatus.OK:
-            whole: Json = orjson.loads(found.body)
+            whole: Json = await asyncio.to_thread(orjson.loads, found.body)
             return whole
         if not found.may_retry or waited_s >= PATIENCE_S:
             raise _error_in(found)

@@ -67,16 +67,21 @@ class Telemetry:
 
     # Requests over HTTP
 
-    def begin(self, headers: Headers, name: str) -> TraceContext:
+    def begin(self, parent: TraceContext | None, name: str) -> TraceContext:
         """The context of a request that arrives: the client's trace goes on, or a new one begins."""
-        parent = TraceContext.read(headers.get(PARENT), headers.get(STATE))
         return self._below(parent, name)
 
     def served(
-        self, context: TraceContext, headers: Headers, *, route: str, method: str, status: int, began_at: float
+        self,
+        context: TraceContext,
+        parent: TraceContext | None,
+        *,
+        route: str,
+        method: str,
+        status: int,
+        began_at: float,
     ) -> None:
         """The response to a request is sent, or its client has left."""
-        parent = TraceContext.read(headers.get(PARENT), headers.get(STATE))
         facts: dict[str, Value] = {"http.request.method": method, "http.route": route}
         if status:
             facts["http.response.status_code"] = status
@@ -147,7 +152,8 @@ class Traced:
             return
         telemetry.look()
         headers, began_at, status = Headers(scope=scope), telemetry.now(), 0
-        context = telemetry.begin(headers, f"{scope['method']} {scope['path']}")
+        parent = TraceContext.read(headers.get(PARENT), headers.get(STATE))
+        context = telemetry.begin(parent, f"{scope['method']} {scope['path']}")
         scope.setdefault("state", {})["trace"] = context
 
         async def sending(message: Message) -> None:
@@ -168,7 +174,7 @@ class Traced:
             if _is_answer(scope):
                 route = scope["route"].declared
                 telemetry.served(
-                    context, headers, route=route.path, method=route.method, status=status, began_at=began_at
+                    context, parent, route=route.path, method=route.method, status=status, began_at=began_at
                 )
 
 

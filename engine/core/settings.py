@@ -11,7 +11,8 @@ GIB = 1 << 30
 """Bytes."""
 
 Quantization: TypeAlias = Literal["int8", "stored"]
-"""Rounding of the weights of matrix products: int8 with a float32 scale for each output channel."""
+"""Weights of matrix products: rounded to int8 with a float32 scale for each output channel, or in the 4 to 8 bits in
+which their files store them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,11 @@ def life_of(job: Job, ended_at: float) -> list[LifeSpan]:
     return [_whole(job, ended_at), *_reading(job), *parts]
 
 
+def _finish_reasons(job: Job) -> tuple[str, ...] | None:
+    answers = job.answers[:MOST_CHOICES]
+    return tuple(str(answer.finish) for answer in answers if answer.finish is not None) or None
+
+
 def _whole(job: Job, ended_at: float) -> LifeSpan:
     """The span of the request itself, with the attributes of OpenTelemetry's conventions for generative AI."""
     usage, spec, operation = job.usage(), job.spec, operation_of(job)
@@ -69,7 +74,7 @@ def _whole(job: Job, ended_at: float) -> LifeSpan:
     answered: dict[str, Value | None] = {
         "gen_ai.response.id": job.head.id,
         "gen_ai.response.model": job.head.model,
-        "gen_ai.response.finish_reasons": tuple(str(a.finish) for a in job.answers if a.finish is not None) or None,
+        "gen_ai.response.finish_reasons": _finish_reasons(job),
         "gen_ai.response.time_to_first_chunk": round(min(firsts) - job.arrived_at, 6) if firsts else None,
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,

@@ -19,6 +19,7 @@ from tests.skips import NO_AXE
 from tests.unit.conftest import served
 from tests.unit.ingress import FakeLink, Memory, Replica, Served, body_of, call
 from tests.unit.served_app import app
+from tests.unit.waits import WAIT_S
 
 __all__ = ["served"]
 
@@ -117,9 +118,10 @@ def test_kv_that_moves_is_seen_and_a_killed_worker_turns_grey(served: Served) ->
         await show(page, "cluster")
         assert "KV between workers" not in await page.do(TEXT)
         # Again and again, so that each look finds another move, however late it comes.
-        while not await page.do(f"document.querySelector('.moves li.now') !== null && {TEXT}.includes('just now')"):
-            cluster.directory.stock.moves.add("prefill-0", "decode-0", 3, 30)
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(WAIT_S):
+            while not await page.do(f"document.querySelector('.moves li.now') !== null && {TEXT}.includes('just now')"):
+                cluster.directory.stock.moves.add("prefill-0", "decode-0", 3, 30)
+                await asyncio.sleep(0.05)
         # At a look at which nothing has moved it is told as past.
         await page.until("document.querySelector('.moves li') && !document.querySelector('.moves li.now')")
         assert await page.do("document.querySelectorAll('.card.gone').length") == 0
