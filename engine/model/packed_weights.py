@@ -87,7 +87,7 @@ class Packing:
         """A weight from its parts, which `read` gives by name.
 
         Raises:
-            StartupError: it has a scale that is no finite float16.
+            StartupError: it has a scale that is no finite float16, or a zero that is no number of its own.
         """
         import torch
 
@@ -115,6 +115,8 @@ class Packing:
         times = columns // size // halves.shape[1]
         middle = torch.full(halves.shape, 1 << (self.bits - 1), dtype=torch.uint8)
         least_factors = middle if zeros is None else zeros + self.zero_offset
+        if zeros is not None and self.zero_offset and bool((zeros == 255).any()):
+            raise StartupError(f"{weight} has a zero of 256, which eight bits do not hold")
         halves = halves.repeat_interleave(times, 1)
         return GroupedWeight(
             groups=Groups(self.bits, size, size, 0, has_least=True),
@@ -188,6 +190,8 @@ def _compressed(quantized: Mapping[str, Any]) -> Packing:
 
 def _group_size(stated: object) -> int | None:
     size = int(str(stated))
+    if size != -1 and size <= 0:
+        raise ValueError(f"a group_size of {size}")
     return None if size == -1 else size
 
 

@@ -149,6 +149,8 @@ def test_weights_are_widened_or_kept(case: str, tmp_path: Path) -> None:
         ({"quant_method": "gptq", "bits": 2}, "gptq in 2 bits"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "gptq in the format marlin"),
         ({"quant_method": "gptq", "group_size": "wide"}, "unusable value"),
+        ({"group_size": 0}, "unusable value: a group_size of 0"),
+        ({"group_size": -2}, "unusable value: a group_size of -2"),
         ({"quant_method": "fp8"}, r"quantised \(fp8\)"),
         (llm_compressor(4, actorder="group"), "order group"),
         ({**llm_compressor(4), "format": "nvfp4-pack-quantized"}, "nvfp4"),
@@ -188,4 +190,14 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     tensors[f"{name}.weight_scale"] = torch.full_like(tensors[f"{name}.weight_scale"], 1e20)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(StartupError, match="no finite float16"):
+        Checkpoint(tmp_path, read_config(tmp_path)).tensor(f"{name}.weight")
+
+
+def test_a_zero_that_eight_bits_do_not_hold_is_refused(tmp_path: Path) -> None:
+    write("gptq 8", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    tensors[f"{name}.qzeros"] = torch.full_like(tensors[f"{name}.qzeros"], -1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(StartupError, match="a zero of 256"):
         Checkpoint(tmp_path, read_config(tmp_path)).tensor(f"{name}.weight")
