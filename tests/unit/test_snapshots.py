@@ -6,6 +6,7 @@ through random events.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -208,6 +209,38 @@ def test_a_snapshot_goes_with_the_first_block_before_it() -> None:
     worker.ask("first", PROMPT, max_tokens=1)
     worker.ask("second", [(token + 1) % 4 for token in PROMPT], max_tokens=1)
     assert worker.snapshots_of(PROMPT) == [] and worker.ask("again", PROMPT, max_tokens=1) == 0
+
+
+class LookedAt(list[bytes]):
+    """A path that counts how many of its blocks were looked at."""
+
+    num_looks = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_looks += 1
+        return super().__getitem__(index)
+
+
+def test_a_snapshot_that_moves_on_looks_at_its_new_blocks_only() -> None:
+    """A request of 100,000 tokens takes one in every block, in the engine's thread."""
+    states, names = States(4), [number.to_bytes(4, "little") for number in range(1002)]
+    slots, paths = [states.allocate(), states.allocate()], [LookedAt(names[:1000]), LookedAt(names)]
+    for slot, path in zip(slots, paths, strict=True):
+        assert slot is not None and states.keep(slot, path)
+    assert paths[1].num_looks < 10 and states.longest(names) == (1002, slots[1])
+    states.drop(names[999], EvictionReason.TAKEN)
+    states.check_integrity(slots)
+    assert set(states.blocks_on_paths()) == {*names}
+    # Two that part, and the block where they do goes.
+    states.drop(names[1001], EvictionReason.TAKEN)
+    for slot, path in zip(slots, ([b"a", b"b", b"c"], [b"a", b"b", b"d", b"e"]), strict=True):
+        assert slot is not None and states.keep(slot, path)
+    states.check_integrity(slots)
+    states.block_gone(b"d", EvictionReason.FULL)
+    assert states.num_snapshots == 1 and set(states.blocks_on_paths()) == {b"a", b"b", b"c"}
+    states.block_gone(b"a", EvictionReason.FULL)
+    states.check_integrity(slots)
+    assert states.num_snapshots == 0 and states.blocks_on_paths() == []
 
 
 def test_a_reset_forgets_snapshots() -> None:

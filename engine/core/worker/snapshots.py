@@ -129,21 +129,25 @@ class Snapshots:
         self._drop_written()
 
     def check_integrity(self, running: Iterable[Request]) -> None:
-        """Assert that each running request has the state behind its computed positions, and that nothing else is
-        held."""
+        """Assert that each running request has the state behind its computed positions, that nothing else is held, and
+        that the pool has every block that a snapshot needs."""
         requests = list(running)
         for request in requests:
             assert (request.state is None) == (request.num_computed == 0)
         held = [request.state for request in requests if request.state is not None]
         self._states.check_integrity([*held, *self._written])
+        assert all(self._pool.lookup(block_hash) is not None for block_hash in self._states.blocks_on_paths())
         assert all(request in requests for request in (*self._coming.values(), *self._rolling.values()))
 
     def _keep(self, request: Request, slot: int, num_blocks: int, *, stays: bool) -> None:
         """Make the state behind a request's first blocks a snapshot; unless it `stays`, until the next one."""
         path = request.full_hashes()[:num_blocks]
-        # A block that was computed beside another request's of the same name, which has gone since.
-        if any(self._pool.lookup(block_hash) is None for block_hash in path):
-            return
+        for block_hash in reversed(path):
+            if self._states.is_on_path(block_hash):
+                break  # with all blocks before it: what a snapshot needs is in the pool
+            # A block that was computed beside another request's of the same name, which has gone since.
+            if self._pool.lookup(block_hash) is None:
+                return
         name = path[-1]
         is_new = self._states.keep(slot, path)
         if request.rolling is not None and self._rolling.get(request.rolling) is request and request.rolling != name:

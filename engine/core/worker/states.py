@@ -16,12 +16,23 @@ one of these leaves the pool, and of the snapshots without a holder the least re
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from raydix.engine.core.hashing import state_hash
 from raydix.engine.core.types import BlockHash, EvictionReason
 
 SPARE = 4
 """One slot in so many is never a snapshot: drafts, whose states last for a step, take no snapshot's place."""
+
+
+@dataclass(slots=True)
+class _PathBlock:
+    """A block on the path of a snapshot."""
+
+    parent: BlockHash | None
+    """The block before it; None: it is a prompt's first."""
+    children: set[BlockHash] = field(default_factory=set)
+    """The blocks behind it that are on the path of a snapshot, too."""
 
 
 class States:
@@ -39,10 +50,9 @@ class States:
         self._slots: OrderedDict[BlockHash, int] = OrderedDict()
         """The slot of each snapshot, the least recently used one first."""
         self._names: list[BlockHash | None] = [None] * num_slots
-        self._paths: dict[BlockHash, tuple[BlockHash, ...]] = {}
-        """The blocks up to each snapshot, its own last."""
-        self._through: dict[BlockHash, set[BlockHash]] = {}
-        """The snapshots with a block on their path, by block."""
+        self._blocks: dict[BlockHash, _PathBlock] = {}
+        """The blocks on the paths of snapshots, as trees: of a snapshot that moves on with its request only the blocks
+        between its two places are looked at, however long the path is."""
         self._came: list[BlockHash] = []
         self._gone: list[tuple[BlockHash, EvictionReason]] = []
 
@@ -61,6 +71,14 @@ class States:
     def has(self, name: BlockHash) -> bool:
         """True if there is a snapshot of this name."""
         return name in self._slots
+
+    def is_on_path(self, block_hash: BlockHash) -> bool:
+        """True if a snapshot needs the block, and so all blocks before it."""
+        return block_hash in self._blocks
+
+    def blocks_on_paths(self) -> list[BlockHash]:
+        """Every block that a snapshot needs."""
+        return list(self._blocks)
 
     def allocate(self, *, may_drop: bool = True) -> int | None:
         """Hold a slot for a new state, dropping a snapshot if need be and allowed; None if there is none."""
@@ -92,10 +110,20 @@ class States:
             self._slots.move_to_end(name)
             return False
         assert self._names[slot] is None, "a state is behind one block only"
-        self._slots[name], self._names[slot], self._paths[name] = slot, name, tuple(path)
+        self._slots[name], self._names[slot] = slot, name
         self._came.append(state_hash(name))
-        for block_hash in path:
-            self._through.setdefault(block_hash, set()).add(name)
+        child: BlockHash | None = None
+        for index in range(len(path) - 1, -1, -1):
+            block_hash = path[index]
+            is_known = self.is_on_path(block_hash)
+            if not is_known:
+                self._blocks[block_hash] = _PathBlock(path[index - 1] if index else None)
+            if child is not None:
+                self._blocks[block_hash].children.add(child)
+            # Whatever is before a block of a path is on the path as well.
+            if is_known:
+                break
+            child = block_hash
         if len(self._slots) > self._most_snapshots:
             self._drop_oldest()
         return True
@@ -105,16 +133,24 @@ class States:
         slot = self._slots.pop(name)
         self._names[slot] = None
         self._gone.append((state_hash(name), reason))
-        for block_hash in self._paths.pop(name):
-            snapshots = self._through[block_hash]
-            snapshots.remove(name)
-            if not snapshots:
-                del self._through[block_hash]
+        at: BlockHash | None = name
+        while at is not None and at not in self._slots and not self._blocks[at].children:
+            parent = self._blocks.pop(at).parent
+            if parent is not None:
+                self._blocks[parent].children.remove(at)
+            at = parent
         self._free_unused(slot)
 
     def block_gone(self, block_hash: BlockHash, reason: EvictionReason) -> None:
         """Forget the snapshots that are of no use without a block."""
-        for name in sorted(self._through.get(block_hash, ())):
+        pending = [block_hash] if self.is_on_path(block_hash) else []
+        names: list[BlockHash] = []
+        while pending:
+            at = pending.pop()
+            pending += self._blocks[at].children
+            if self.has(at):
+                names.append(at)
+        for name in sorted(names):
             self.drop(name, reason)
 
     def hashes(self) -> list[BlockHash]:
@@ -137,13 +173,15 @@ class States:
             in_use = self._ref_counts[slot] > 0 or name is not None
             assert in_use != (slot in free), f"state {slot} is lost, or free and in use"
             assert name is None or self._slots[name] == slot
-        assert len(self._slots) == len(self._paths) == sum(name is not None for name in self._names)
-        assert all(path[-1] == name for name, path in self._paths.items())
-        through: dict[BlockHash, set[BlockHash]] = {}
-        for name, path in self._paths.items():
-            for block_hash in path:
-                through.setdefault(block_hash, set()).add(name)
-        assert through == self._through
+        assert len(self._slots) == sum(name is not None for name in self._names)
+        children: dict[BlockHash, set[BlockHash]] = {}
+        for name in self._slots:
+            at: BlockHash | None = name
+            child: BlockHash | None = None
+            while at is not None:
+                children.setdefault(at, set()).update(() if child is None else (child,))
+                at, child = self._blocks[at].parent, at
+        assert children == {block_hash: block.children for block_hash, block in self._blocks.items()}
         if held is not None:
             counts = [0] * self.num_slots
             for slot in held:
