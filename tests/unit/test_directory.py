@@ -12,6 +12,7 @@ from raydix.engine.core.manager.cache_report import cache_report
 from raydix.engine.core.manager.directory import PAUSED_WHY, Directory, explained
 from raydix.engine.core.manager.explain import BlockSource, Decision, Eviction
 from raydix.engine.core.manager.instructions import DeliverSegment, Export, HandoverLost, Instruction, Lost
+from raydix.engine.core.manager.placement import CostModel
 from raydix.engine.core.manager.turns import PausedError, TurnLimits
 from raydix.engine.core.objectives import LATE_PRIORITY
 from raydix.engine.core.types import (
@@ -125,6 +126,27 @@ def test_what_another_request_computes_is_awaited(split: Directory) -> None:
     assert admission.prefill_awaited == (A, B), "not computed twice, even if they come from the same worker"
     assert instructions == []
     assert delivered(export(split, "p", A, B)) == [("d", (A, B)), ("d2", (A, B))]
+
+
+def test_a_prompt_follows_one_that_is_about_to_compute_its_beginning() -> None:
+    """Where imports take longer than computing: a token takes a second, a block 1,000."""
+    costs = WorkerCosts(step_s=0.0, prefill_token_s=1.0, decode_token_s=0.0, import_byte_s=100.0)
+    directory = Directory(CostModel(block_size=4, prior=costs), segment_budget_bytes=10_000)
+    beginning = prompt("x", 8)
+    join(directory, "a", Role.MIXED)
+    assert admit(directory, "r1", *beginning)[0].prefill == "a"
+    join(directory, "b", Role.MIXED)
+    assert admit(directory, "r2", *prompt("y", 4))[0].prefill == "b"
+    admission, instructions = admit(directory, "r3", *beginning, A)
+    assert (admission.prefill, admission.prefill_awaited, instructions) == ("a", beginning, [])
+    [decision] = directory.decisions.of("r3").values()
+    times = {each["worker"]: each for each in decision[-1].as_json()["candidates"]}
+    assert (times["a"]["imported_blocks"], times["a"]["import_s"], times["a"]["wait_s"]) == (8, 0.0, 34.0)
+    assert (times["b"]["imported_blocks"], times["b"]["wait_s"]) == (0, 18.0)
+    assert seal(directory, "a", *beginning) == [], "the worker has what it awaited"
+    directory.check_integrity()
+    directory.end_request("r1", 0.0)
+    assert admit(directory, "r4", *beginning, B)[0].prefill_awaited == (), "the blocks are there"
 
 
 def test_when_the_one_who_computes_ends_the_next_one_takes_over(make_directory: MakeDirectory) -> None:

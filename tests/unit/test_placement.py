@@ -1,6 +1,7 @@
 """Which workers a request is given to."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -118,6 +119,16 @@ def test_who_imports_what_is_being_computed_waits_for_it() -> None:
     assert placement.prefill == "producer" or placement.chosen.wait_s == 0.8
     assert {p.wait_s for p in placement.considered} == {0.8}
     assert choose([worker("other")], reachable=50, pending_s=0.8).chosen.num_imported_blocks == 50
+
+
+def test_what_a_worker_computes_for_others_before_costs_only_its_queue() -> None:
+    """Importing takes longer than computing."""
+    model = replace(MODEL, block_bytes=1_000_000_000)
+    producer = worker("producer", queued=800, waiting=1)._replace(num_promised_blocks=50)
+    placement = place(Demand(1000, 50, 0.8, "s"), [producer, worker("other", queued=500)], model)
+    chosen = placement.chosen
+    assert (placement.prefill, chosen.num_local_blocks, chosen.num_imported_blocks) == ("producer", 0, 50)
+    assert (chosen.wait_s, chosen.import_s) == (0.8, 0.0) and chosen.compute_s == pytest.approx(0.2)
 
 
 @given(

@@ -29,7 +29,7 @@ from raydix.engine.core.manager.explain import Decision, Decisions, SessionFacts
 from raydix.engine.core.manager.explanations import Explanations
 from raydix.engine.core.manager.fleet import Fleet
 from raydix.engine.core.manager.instructions import HandoverLost, Instruction, Lost
-from raydix.engine.core.manager.matching import demand_of, match, sources_of, with_states
+from raydix.engine.core.manager.matching import demand_of, match, sources_of, with_promised, with_states
 from raydix.engine.core.manager.placement import (
     NO_WORKERS,
     CostModel,
@@ -511,12 +511,12 @@ class Directory:
             # On one node every import takes alike.
             sources=sources_of(records, self.fleet, self._reservations) if len(self.fleet.nodes) > 1 else None,
         )
-        holders = prefix.holders
         if not self.costs.moves_blocks:
-            demand = replace(demand, num_reachable_blocks=0, sources=None)
             usable = request.hashes[: max(0, request.num_tokens - 1) // self.costs.block_size]
-            holders = with_states(holders, self.stock.blocks.find(map(state_hash, usable)))
-        return demand, self.fleet.candidates(holders, avoided)
+            holders = with_states(prefix.holders, self.stock.blocks.find(map(state_hash, usable)))
+            return replace(demand, num_reachable_blocks=0, sources=None), self.fleet.candidates(holders, avoided)
+        candidates = self.fleet.candidates(prefix.holders, avoided)
+        return demand, with_promised(candidates, prefix.promised) if prefix.promised else candidates
 
     def _reservation(
         self,

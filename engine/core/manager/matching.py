@@ -1,11 +1,12 @@
 """Finds the longest prefix of a request's blocks in the cluster, for each worker."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import takewhile
 from typing import NamedTuple
 
 from raydix.engine.core.manager.block_index import BlockRecord
 from raydix.engine.core.manager.links import Sources
-from raydix.engine.core.manager.placement import Demand, SessionWorkers
+from raydix.engine.core.manager.placement import Demand, SessionWorkers, WorkersAlike
 from raydix.engine.core.manager.records import US_PER_S, Reservation, WorkerRecord
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
 from raydix.engine.core.types import AdmitRequest
@@ -20,10 +21,13 @@ class Prefix(NamedTuple):
     """All workers, each under the number of leading blocks in its pool."""
     pending_us: int
     """Predicted time until the blocks that are only being computed will have been computed."""
+    promised: Mapping[str, int]
+    """Workers that are to compute some of these blocks, each with the leading blocks that it holds or will have
+    computed."""
 
 
 def match(
-    records: Iterable[BlockRecord | None], workers: Mapping[str, WorkerRecord], reservations: Mapping[str, Reservation]
+    records: Sequence[BlockRecord | None], workers: Mapping[str, WorkerRecord], reservations: Mapping[str, Reservation]
 ) -> Prefix:
     """Match the records of a request's blocks, in order, in one walk along the leading ones."""
     holders: dict[int, set[str]] = {}
@@ -53,7 +57,42 @@ def match(
     # Blocks that are only being computed: available when the last queue of their producers is done.
     computing = [found for name in producers if (found := reservations.get(name or "")) is not None]
     pending_us = max((workers[each.admission.prefill].ahead_us(each.is_behind) for each in computing), default=0)
-    return Prefix(num_reachable, holders, pending_us)
+    promised = {
+        worker_id: _num_promised(records, worker_id, reservations)
+        for worker_id in sorted({each.admission.prefill for each in computing})
+    }
+    return Prefix(num_reachable, holders, pending_us, promised)
+
+
+def _num_promised(
+    records: Iterable[BlockRecord | None], worker_id: str, reservations: Mapping[str, Reservation]
+) -> int:
+    """Leading blocks that a worker holds or is to compute."""
+
+    def is_there(record: BlockRecord | None) -> bool:
+        if record is None or worker_id in record.workers:
+            return record is not None
+        producer = reservations.get(record.producer or "")
+        return producer is not None and producer.admission.prefill == worker_id
+
+    return sum(1 for _ in takewhile(is_there, records))
+
+
+def with_promised(candidates: Sequence[WorkersAlike], promised: Mapping[str, int]) -> list[WorkersAlike]:
+    """The candidates of a request, of which each worker that is to compute some of its blocks stands alone, with their
+    number (`Prefix.promised`)."""
+    apart: list[WorkersAlike] = []
+    for candidate in candidates:
+        here = [
+            each for each in promised if each in candidate.worker_ids and promised[each] > candidate.num_local_blocks
+        ]
+        for worker_id in here:
+            num_more = promised[worker_id] - candidate.num_local_blocks
+            apart.append(candidate._replace(worker_ids=frozenset((worker_id,)), num_promised_blocks=num_more))
+        others = frozenset(candidate.worker_ids) - {*here} if here else candidate.worker_ids
+        if others:
+            apart.append(candidate._replace(worker_ids=others))
+    return apart
 
 
 def with_states(holders: Mapping[int, Set[str]], states: Sequence[BlockRecord | None]) -> dict[int, set[str]]:

@@ -141,6 +141,8 @@ class WorkersAlike(NamedTuple):
     load: WorkerLoad
     num_local_blocks: int = 0
     """Leading blocks of the request in the pool of each worker."""
+    num_promised_blocks: int = 0
+    """Blocks behind these that each worker will have computed for requests before."""
 
 
 class PredictedTimes(NamedTuple):
@@ -149,7 +151,7 @@ class PredictedTimes(NamedTuple):
     worker_ids: Collection[str]
     num_local_blocks: int
     num_imported_blocks: int
-    """Leading blocks imported from elsewhere, after the local ones."""
+    """Leading blocks that come from elsewhere, or from a request before on the same worker, after the local ones."""
     wait_s: float
     import_s: float
     compute_s: float
@@ -312,16 +314,17 @@ class _HandOvers:
 
 def predict(candidate: WorkersAlike, demand: Demand, model: CostModel) -> PredictedTimes:
     """The sum for `candidate` as the prefill worker, with the import that gives the shortest time to first token."""
-    worker_ids, load, num_local = candidate
-    # Without an import.
+    worker_ids, load, num_local, num_promised = candidate
+    # Without an import. What the worker computes for others before costs nothing here, but the wait for it.
     queue_s = load.ahead_s(demand.is_behind)
-    num_imported, wait_s, import_s = 0, queue_s, 0.0
-    compute_s = _compute_s(load, demand, num_local, model, load.num_decoding)
+    num_imported, import_s = num_promised, 0.0
+    wait_s = max(queue_s, demand.pending_s) if num_promised else queue_s
+    compute_s = _compute_s(load, demand, num_local + num_promised, model, load.num_decoding)
 
     # With an import of all reachable blocks, if that is quicker.
     num_importable = demand.num_reachable_blocks - num_local
-    if num_importable > 0:
-        all_import_s = _import_s(load, demand, num_local, demand.num_reachable_blocks, model)
+    if num_importable > num_promised:
+        all_import_s = _import_s(load, demand, num_local + num_promised, demand.num_reachable_blocks, model)
         shorter_s = _compute_s(load, demand, num_local + num_importable, model, load.num_decoding)
         if all_import_s + shorter_s < compute_s:
             num_imported, import_s, compute_s = num_importable, all_import_s, shorter_s
@@ -334,7 +337,7 @@ def predict(candidate: WorkersAlike, demand: Demand, model: CostModel) -> Predic
         # Requests behind this one wait for all of it, decodes beside it for a part of each step.
         num_delayed = min(load.num_queued, MAX_DELAYED) + DECODE_DELAY * load.num_decoding
         others_s = num_delayed * _compute_s(load, demand, num_local + num_imported, model, num_decodes=0)
-    room_s = _room_s(load, demand, num_local, model)
+    room_s = _room_s(load, demand, num_local + num_promised, model)
     return PredictedTimes(
         worker_ids=worker_ids,
         num_local_blocks=num_local,
@@ -409,7 +412,7 @@ def _decode_worker(
 
 def _decode_base_s(candidate: WorkersAlike, demand: Demand, model: CostModel) -> float:
     """The cost of decoding at a worker, without the import of KV."""
-    _, load, num_local = candidate
+    load, num_local = candidate.load, candidate.num_local_blocks
     num_lacking = _num_lacking(demand, num_local, model)
     # Without room the stream waits, or preempts others: as if each step took twice as long.
     lacks_room = load.num_free_blocks is not None and load.num_free_blocks < num_lacking
