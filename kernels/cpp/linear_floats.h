@@ -154,13 +154,51 @@ void widen_weights(Block& b, int64_t vectors) {
   b.packed = (const char*)b.widened;
 }
 
-// The cache block of a weight stored in groups in float32. All columns at once: a line of memory has numbers of 64.
-void widen_groups(Block& b, int64_t vectors) {
-  float* const to = (float*)b.widened;
-  each_pair(b, vectors, [&](int64_t pair, int64_t n, f32x16 first, f32x16 second) {
+// Writes a cache block that is stored in groups down in float32.
+struct WidenedFloats {
+  float* to;
+
+  INLINE void begin(int64_t, int64_t) {}
+  INLINE void end(int64_t) {}
+  INLINE void weights(int64_t pair, int64_t n, f32x16 first, f32x16 second) {
     store(to + 2 * pair * PANEL + n * LANES, first);
     store(to + (2 * pair + 1) * PANEL + n * LANES, second);
-  });
+  }
+};
+
+// Multiplies M rows by a cache block that is stored in groups, without writing it down: of few rows that would take
+// longer than the products. The sums of the columns that are not at hand wait in memory; chains are as ever.
+template <int M>
+struct GroupedRows {
+  const Block& b;
+  const float* x;
+  f32x16 total[M];
+
+  INLINE void begin(int64_t n, int64_t pair) {
+    for (int m = 0; m < M; ++m) total[m] = b.first && pair == 0 ? splat(0.0f) : load(b.sums + m * PANEL + n * LANES);
+  }
+  INLINE void weights(int64_t pair, int64_t, f32x16 first, f32x16 second) {
+    for (int m = 0; m < M; ++m) {
+      total[m] = fused(splat(x[m * X_STRIDE + 2 * pair]), first, total[m]);
+      total[m] = fused(splat(x[m * X_STRIDE + 2 * pair + 1]), second, total[m]);
+    }
+  }
+  INLINE void end(int64_t n) {
+    for (int m = 0; m < M; ++m) store(b.sums + m * PANEL + n * LANES, total[m]);
+  }
+};
+
+template <int M>
+void grouped_rows(const Block& b, const float* x, int64_t vectors) {
+  visit_groups(b, vectors, GroupedRows<M>{b, x, {}});
+  if (!b.last) return;
+  for (int m = 0; m < M; ++m)
+    for (int64_t n = 0; n < vectors; ++n) finish(b, load(b.sums + m * PANEL + n * LANES), m, n * LANES);
+}
+
+// The cache block of a weight stored in groups in float32. All columns at once: a line of memory has numbers of 64.
+void widen_groups(Block& b, int64_t vectors) {
+  visit_groups(b, vectors, WidenedFloats{(float*)b.widened});
   b.packed = (const char*)b.widened;
 }
 
@@ -190,6 +228,8 @@ void all_rows(Block b, int64_t rows, int64_t vectors, Source source) {
   alignas(64) static thread_local float x[TASK_ROWS * X_STRIDE];
   widen_rows(b, rows, x);
   if (source == Source::groups) {
+    if (rows == 1) return grouped_rows<1>(b, x, vectors);
+    if (rows == 2) return grouped_rows<2>(b, x, vectors);
     widen_groups(b, vectors);
     return many_rows<Source::floats>(b, x, rows, vectors);
   }

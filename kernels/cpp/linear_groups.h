@@ -49,10 +49,10 @@ INLINE V read_vector(const char* at) {
   return v;
 }
 
-// Calls `store(pair, n, first, second)` with the weights of sixteen columns from vector `n` on, for each pair along
-// in_features of the cache block.
-template <int BITS, class Store>
-INLINE void each_group(const Block& b, int64_t vectors, const Store& store) {
+// Gives a visitor the weights of the cache block: for each group and each vector of sixteen columns `begin(n, pair)`, then
+// `weights(pair, n, first, second)` of the group's pairs along in_features, then `end(n)`.
+template <int BITS, class Visitor>
+INLINE void each_group(const Block& b, int64_t vectors, Visitor& visitor) {
   const Groups& g = *b.groups;
   constexpr int64_t PAIR = PANEL * (BITS / 4);  // bytes from pair to pair
   const int64_t kinds = g.has_least ? 2 : 1, pairs = g.size / 2, factors = PANEL * kinds;
@@ -69,6 +69,7 @@ INLINE void each_group(const Block& b, int64_t vectors, const Store& store) {
                                              to_floats(widen(read_vector<Bytes16>(factor + PANEL)))
                                        : scale * g.zero;
         const char* at = numbers + group * pairs * PAIR + column * (BITS / 4);
+        visitor.begin(n, pair + group * pairs);
         for (int64_t j = group * pairs; j < (group + 1) * pairs; ++j, at += PAIR) {
           constexpr int32_t LOWER = (1 << BITS) - 1;
           i32x16 both;
@@ -77,30 +78,41 @@ INLINE void each_group(const Block& b, int64_t vectors, const Store& store) {
           } else {
             both = widen(read_vector<Words16>(at));
           }
-          store(pair + j, n, fused(to_floats(both & LOWER), scale, -off), fused(to_floats(both >> BITS), scale, -off));
+          visitor.weights(pair + j, n, fused(to_floats(both & LOWER), scale, -off),
+                          fused(to_floats(both >> BITS), scale, -off));
         }
+        visitor.end(n);
       }
   }
 }
 
-template <class Store>
-INLINE void each_pair(const Block& b, int64_t vectors, const Store& store) {
-  if (b.groups->bits == 4) return each_group<4>(b, vectors, store);
-  each_group<8>(b, vectors, store);
+template <class Visitor>
+INLINE void visit_groups(const Block& b, int64_t vectors, Visitor visitor) {
+  if (b.groups->bits == 4) return each_group<4>(b, vectors, visitor);
+  each_group<8>(b, vectors, visitor);
 }
 
 #if defined(__AVX512BF16__)
 
-// The cache block in bfloat16, as `b.widened`; `b` then has it as its weights.
-INLINE void widen_groups(Block& b, int64_t vectors) {
-  each_pair(b, vectors, [&](int64_t pair, int64_t n, f32x16 first, f32x16 second) {
+// Writes the cache block down in bfloat16.
+struct WidenedPairs {
+  uint32_t* to;
+
+  INLINE void begin(int64_t, int64_t) {}
+  INLINE void end(int64_t) {}
+  INLINE void weights(int64_t pair, int64_t n, f32x16 first, f32x16 second) {
     // Rounded to even by hand, since the instruction would take subnormal numbers for zeros.
     const u32x16 low = bit_cast<u32x16>(first), high = bit_cast<u32x16>(second);
     const u32x16 rounded_low = (low + 0x7fffu + ((low >> 16) & 1u)) >> 16;
     const u32x16 rounded_high = (high + 0x7fffu + ((high >> 16) & 1u)) & 0xffff0000u;
     const u32x16 both = rounded_low | rounded_high;
-    std::memcpy(b.widened + pair * PANEL + n * LANES, &both, sizeof both);
-  });
+    std::memcpy(to + pair * PANEL + n * LANES, &both, sizeof both);
+  }
+};
+
+// The cache block in bfloat16, as `b.widened`; `b` then has it as its weights.
+INLINE void widen_groups(Block& b, int64_t vectors) {
+  visit_groups(b, vectors, WidenedPairs{b.widened});
   b.packed = (const char*)b.widened;
 }
 
