@@ -7,6 +7,8 @@ import pytest
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.manager.kv_cache_manager import KVCacheManager
 from raydix.actors.names import incarnation_name
+from raydix.engine.core.manager.block_index import BlockRecord
+from raydix.engine.core.manager.matching import with_states
 from raydix.engine.core.types import Role
 from tests.unit.local_actors import answer_of, make_dispatcher, make_recurrent_engine
 from tests.unit.test_data_plane import NUM_TOKENS, Scene, expected
@@ -41,6 +43,20 @@ async def start(scene: Scene) -> tuple[KVCacheManager, Dispatcher]:
 def num_prefilled(scene: Scene) -> int:
     """Tokens of prompts that all workers have computed."""
     return sum(worker._measurements.num_prefill_tokens for worker in scene.workers.values())
+
+
+def test_states_are_looked_for_from_the_last_block_on() -> None:
+    """A prompt of a hundred thousand tokens has thousands of blocks, of which the last few decide."""
+    asked: list[int] = []
+    workers = {7: {"a"}, 3: {"a", "b"}}
+
+    def state_behind(number: int) -> BlockRecord | None:
+        asked.append(number)
+        return BlockRecord(workers=frozenset(workers[number])) if number in workers else None
+
+    found = with_states({9000: {"a"}, 5: {"b"}, 0: {"c"}}, 8, state_behind)
+    assert found == {7: {"a"}, 3: {"b"}, 0: {"c"}} and asked == [8, 7, 5, 4, 3]
+    assert with_states({2: {"a", "b"}}, 8, state_behind) == {0: {"a", "b"}}
 
 
 def test_the_third_prompt_of_one_beginning_goes_on_from_the_seconds_snapshot(scene: Scene) -> None:

@@ -512,8 +512,10 @@ class Directory:
             sources=sources_of(records, self.fleet, self._reservations) if len(self.fleet.nodes) > 1 else None,
         )
         if not self.costs.moves_blocks:
-            usable = request.hashes[: max(0, request.num_tokens - 1) // self.costs.block_size]
-            holders = with_states(prefix.holders, self.stock.blocks.find(map(state_hash, usable)))
+            num_usable = min(len(request.hashes), max(0, request.num_tokens - 1) // self.costs.block_size)
+            holders = with_states(
+                prefix.holders, num_usable, lambda number: self.stock.blocks.get(state_hash(request.hashes[number - 1]))
+            )
             return replace(demand, num_reachable_blocks=0, sources=None), self.fleet.candidates(holders, avoided)
         candidates = self.fleet.candidates(prefix.holders, avoided)
         return demand, with_promised(candidates, prefix.promised) if prefix.promised else candidates

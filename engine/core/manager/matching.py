@@ -1,6 +1,6 @@
 """Finds the longest prefix of a request's blocks in the cluster, for each worker."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -95,17 +95,25 @@ def with_promised(candidates: Sequence[WorkersAlike], promised: Mapping[str, int
     return apart
 
 
-def with_states(holders: Mapping[int, Set[str]], states: Sequence[BlockRecord | None]) -> dict[int, set[str]]:
-    """All workers by the number of leading blocks behind which they have a recurrent state, too. `states`: the record
-    of the state behind each block at which a request could go on."""
+def with_states(
+    holders: Mapping[int, Set[str]], num_usable: int, state_behind: Callable[[int], BlockRecord | None]
+) -> dict[int, set[str]]:
+    """All workers by the number of leading blocks behind which they have a recurrent state, too. A request could go on
+    behind its first `num_usable` blocks at most; `state_behind` gives the record of the state behind so many, and is
+    asked for those alone that decide."""
     found: dict[int, set[str]] = {}
+    states: dict[int, BlockRecord | None] = {}
     for num_blocks, workers in holders.items():
         left = set(workers)
         # From the last block on: the first state that is met is the one to go on from.
-        for number in range(min(num_blocks, len(states)), 0, -1):
-            if (record := states[number - 1]) is not None and (here := left & record.workers):
+        for number in range(min(num_blocks, num_usable), 0, -1):
+            if number not in states:
+                states[number] = state_behind(number)
+            if (record := states[number]) is not None and (here := left & record.workers):
                 found.setdefault(number, set()).update(here)
                 left -= here
+                if not left:
+                    break
         if left:
             found.setdefault(0, set()).update(left)
     return found
