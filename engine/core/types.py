@@ -485,10 +485,17 @@ class Admission:
     """Packed answers that began where this one does, the likeliest last."""
     gives_way: bool = False
     """True if the request is late, and others go first (`LATE_PRIORITY`)."""
-    expected: Expected | None = None
-    """None without the manager."""
+    expected_ttft_s: float | None = None
+    """Part of `expected`, whose class would double the time of sending an admission; None without the manager."""
+    found: tuple[tuple[str, int], ...] = ()
+    """The other part."""
     num_known: int = 0
     """Leading blocks of the prompt that the manager knew."""
+
+    @property
+    def expected(self) -> Expected | None:
+        """The manager's expectations; None without the manager."""
+        return None if self.expected_ttft_s is None else Expected(self.expected_ttft_s, self.found)
 
     def whole(self) -> "Admission":
         """Have the prefill worker do the whole request."""

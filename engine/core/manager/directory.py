@@ -550,7 +550,8 @@ class Directory:
             prefill_awaited=self.stock.lacking(prefill, imported),
             decode_awaited=self.stock.lacking(decode, request.hashes) if decode != prefill else (),
             gives_way=gives_way,
-            expected=expected,
+            expected_ttft_s=expected.ttft_s,
+            found=expected.blocks,
             num_known=num_known,
         )
         return Reservation(

@@ -3,7 +3,7 @@
 Bounded: the oldest requests are forgotten first.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -139,9 +139,10 @@ class Decision:
     @property
     def expected(self) -> Expected:
         """The decision in the few figures that its request's ingress keeps."""
-        blocks: Counter[str] = Counter()
+        # At each admission: a `Counter` takes twice as long.
+        blocks: dict[str, int] = {}
         for source, count in self.runs:
-            blocks[str(source)] += count
+            blocks[source.value] = blocks.get(source.value, 0) + count
         return Expected(self.predicted_ttft_s, (*blocks.items(),))
 
     @property
