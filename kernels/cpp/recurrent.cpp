@@ -42,7 +42,18 @@ void convolve(const ShortConv& a, Crew& crew) {
   crew.share(a.rows, grain(a.channels * a.taps), [&](int64_t row) {
     const int64_t sequence = sequence_of(a.use, row), first = a.use.query_start[sequence];
     const float* tail = tail_of(sequence);
-    for (int64_t c = 0; c < a.channels; c += LANES) {
+    int64_t c = 0;
+    // Most rows have all their inputs in the batch, and need not ask for each where it is.
+    if (row - before >= first) {
+      const T* x = (const T*)a.x + (row - before) * a.x_stride;
+      for (; c + LANES <= a.channels; c += LANES) {
+        f32x16 sum{};
+        for (int64_t k = 0; k < a.taps; ++k)
+          sum = fused(load(a.weight + k * a.channels + c), load(x + k * a.x_stride + c), sum);
+        store((T*)a.out + row * a.channels + c, a.silu ? sum * sigmoid(sum) : sum);
+      }
+    }
+    for (; c < a.channels; c += LANES) {
       const int64_t count = std::min<int64_t>(LANES, a.channels - c);
       f32x16 sum{};
       for (int64_t k = 0; k < a.taps; ++k) {
@@ -133,16 +144,14 @@ void columns_of(const GatedDelta& a, int64_t sequence, int64_t head, int64_t col
     const float stays = a.stays[row * a.num_heads + head], share = a.shares[row * a.num_heads + head];
     const T* value = (const T*)a.mixed + row * a.mixed_stride + 2 * keys + head * a.value_dim + column;
     f32x16 known[COLUMNS] = {}, change[COLUMNS], result[COLUMNS] = {};
+    // What is known fades as the memory does: the sum is multiplied once, so that each number is written once a row.
+    for (int64_t i = 0; i < a.key_dim; ++i)
+      for (int j = 0; j < COLUMNS; ++j)
+        known[j] = fused(load(memory + i * WIDTH + j * LANES), splat(k[i]), known[j]);
+    for (int j = 0; j < COLUMNS; ++j) change[j] = (load(value + j * LANES) - known[j] * stays) * share;
     for (int64_t i = 0; i < a.key_dim; ++i)
       for (int j = 0; j < COLUMNS; ++j) {
-        const f32x16 s = load(memory + i * WIDTH + j * LANES) * stays;
-        store(memory + i * WIDTH + j * LANES, s);
-        known[j] = fused(s, splat(k[i]), known[j]);
-      }
-    for (int j = 0; j < COLUMNS; ++j) change[j] = (load(value + j * LANES) - known[j]) * share;
-    for (int64_t i = 0; i < a.key_dim; ++i)
-      for (int j = 0; j < COLUMNS; ++j) {
-        const f32x16 s = fused(splat(k[i]), change[j], load(memory + i * WIDTH + j * LANES));
+        const f32x16 s = fused(splat(k[i]), change[j], load(memory + i * WIDTH + j * LANES) * stays);
         store(memory + i * WIDTH + j * LANES, s);
         result[j] = fused(s, splat(q[i]), result[j]);
       }
@@ -160,12 +169,12 @@ void columns_of(const GatedDelta& a, int64_t sequence, int64_t head, int64_t col
 template <class T>
 void all_rows(const GatedDelta& a, Crew& crew) {
   crew.share(a.rows, grain(2 * a.num_key_heads * a.key_dim), [&](int64_t row) { prepare_row<T>(a, row); });
-  const bool is_wide = a.value_dim % (2 * LANES) == 0;
-  const int64_t width = is_wide ? 2 * LANES : LANES, pieces = a.value_dim / width;
+  const int64_t columns = a.value_dim % (2 * LANES) == 0 ? 2 : 1;
+  const int64_t width = columns * LANES, pieces = a.value_dim / width;
   crew.share(a.use.num_sequences * a.num_heads * pieces, [&](int64_t piece) {
     const int64_t column = piece % pieces * width, head = piece / pieces % a.num_heads;
     const int64_t sequence = piece / pieces / a.num_heads;
-    is_wide ? columns_of<T, 2>(a, sequence, head, column) : columns_of<T, 1>(a, sequence, head, column);
+    columns == 2 ? columns_of<T, 2>(a, sequence, head, column) : columns_of<T, 1>(a, sequence, head, column);
   });
 }
 

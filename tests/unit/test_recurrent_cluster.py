@@ -102,3 +102,12 @@ def test_a_worker_dies_in_the_middle_of_answers(scene: Scene) -> None:
         assert await asyncio.gather(*answers) == [expected(prompt, 40) for prompt in prompts]
 
     scene.run(play())
+
+
+def test_a_worker_counts_up_to_its_last_state() -> None:
+    """States behind blocks that it lacks, or that others have, are of no use to it."""
+    states = [None, {"a", "b", "c"}, None, {"b"}, {"c", "e"}]
+    records = [None if workers is None else BlockRecord(workers=frozenset(workers)) for workers in states]
+    holders = {5: {"a", "b"}, 2: {"c"}, 4: {"e"}, 0: {"d"}}
+    assert with_states(holders, records) == {4: {"b"}, 2: {"a", "c"}, 0: {"d", "e"}}
+    assert with_states({5: {"a", "b"}}, records[:3]) == {2: {"a", "b"}}, "no request goes on behind its last token"
