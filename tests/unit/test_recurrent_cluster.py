@@ -109,5 +109,9 @@ def test_a_worker_counts_up_to_its_last_state() -> None:
     states = [None, {"a", "b", "c"}, None, {"b"}, {"c", "e"}]
     records = [None if workers is None else BlockRecord(workers=frozenset(workers)) for workers in states]
     holders = {5: {"a", "b"}, 2: {"c"}, 4: {"e"}, 0: {"d"}}
-    assert with_states(holders, records) == {4: {"b"}, 2: {"a", "c"}, 0: {"d", "e"}}
-    assert with_states({5: {"a", "b"}}, records[:3]) == {2: {"a", "b"}}, "no request goes on behind its last token"
+
+    def state_behind(num_blocks: int) -> BlockRecord | None:
+        return records[num_blocks - 1]
+
+    assert with_states(holders, 5, state_behind) == {4: {"b"}, 2: {"a", "c"}, 0: {"d", "e"}}
+    assert with_states({5: {"a", "b"}}, 3, state_behind) == {2: {"a", "b"}}, "no request goes on behind its last token"

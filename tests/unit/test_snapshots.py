@@ -224,17 +224,17 @@ class LookedAt(list[bytes]):
 def test_a_snapshot_that_moves_on_looks_at_its_new_blocks_only() -> None:
     """A request of 100,000 tokens takes one in every block, in the engine's thread."""
     states, names = States(4), [number.to_bytes(4, "little") for number in range(1002)]
-    slots, paths = [states.allocate(), states.allocate()], [LookedAt(names[:1000]), LookedAt(names)]
-    for slot, path in zip(slots, paths, strict=True):
-        assert slot is not None and states.keep(slot, path)
+    slots = [slot for slot in (states.allocate(), states.allocate()) if slot is not None]
+    paths = [LookedAt(names[:1000]), LookedAt(names)]
+    assert all(states.keep(slot, path) for slot, path in zip(slots, paths, strict=True))
     assert paths[1].num_looks < 10 and states.longest(names) == (1002, slots[1])
     states.drop(names[999], EvictionReason.TAKEN)
     states.check_integrity(slots)
     assert set(states.blocks_on_paths()) == {*names}
     # Two that part, and the block where they do goes.
     states.drop(names[1001], EvictionReason.TAKEN)
-    for slot, path in zip(slots, ([b"a", b"b", b"c"], [b"a", b"b", b"d", b"e"]), strict=True):
-        assert slot is not None and states.keep(slot, path)
+    others = [b"a", b"b", b"c"], [b"a", b"b", b"d", b"e"]
+    assert all(states.keep(slot, other) for slot, other in zip(slots, others, strict=True))
     states.check_integrity(slots)
     states.block_gone(b"d", EvictionReason.FULL)
     assert states.num_snapshots == 1 and set(states.blocks_on_paths()) == {b"a", b"b", b"c"}
