@@ -23,7 +23,8 @@ class StateUse:
     write_rows: Tensor
     """[num_writes] int64: rows of the batch, in order, whose state is kept."""
     write_slots: Tensor
-    """[num_writes] int64: slot for the state behind each of these rows; no slot is a source of the same batch."""
+    """[num_writes] int64: slot for the state behind each of these rows, another one for each, and no source of the same
+    batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,6 +290,9 @@ raydix::StateUse state_use(PyObject* const* args, int64_t rows, int64_t slots) {
     check(u.write_slots[w] >= 0 && u.write_slots[w] < slots, "a slot to be written lies outside the states");
     check(std::find(u.sources, u.sources + u.num_sequences, u.write_slots[w]) == u.sources + u.num_sequences,
           "a state that is read cannot be written");
+    // Two threads would write it at once.
+    check(std::find(u.write_slots, u.write_slots + w, u.write_slots[w]) == u.write_slots + w,
+          "a slot cannot be written for two rows");
   }
   return u;
 }

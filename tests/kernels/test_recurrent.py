@@ -155,6 +155,7 @@ def test_rows_may_be_strided() -> None:
         (StateUse(torch.tensor([1]), torch.tensor([0]), torch.tensor([1])), "read cannot be written"),
         (StateUse(torch.tensor([1]), torch.tensor([3]), torch.tensor([2])), "outside the batch"),
         (StateUse(torch.tensor([1]), torch.tensor([1, 0]), torch.tensor([2, 3])), "must rise"),
+        (StateUse(torch.tensor([1]), torch.tensor([0, 2]), torch.tensor([2, 2])), "written for two rows"),
     ],
 )
 def test_states_that_are_not_there_are_refused(use: StateUse, says: str) -> None:

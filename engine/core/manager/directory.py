@@ -150,7 +150,7 @@ class Directory:
     ) -> list[Instruction]:
         """Register a worker incarnation with the blocks of its pool, in place of an older incarnation. `attempts`:
         those under way there; what the worker has sent for others was lost if it did not arrive before.
-        `moves_blocks`: of the cost model."""
+        `moves_blocks`: as `CostModel.moves_blocks`."""
         known = self.fleet.get(worker_id)
         if known is not None and known.epoch > epoch:
             return []

@@ -124,7 +124,7 @@ def recurrent_layers(settings: Settings) -> tuple[int, ...]:
 
 
 def _hybrid(settings: Settings, *, is_fused: bool = False) -> ModelConfig:
-    """Describe the decoder as far as Qwen 3 Next and 3.5 are alike. `is_fused`: of `DeltaConfig`."""
+    """Describe the decoder as far as Qwen 3 Next and 3.5 are alike. `is_fused`: as `DeltaConfig.is_fused`."""
     layers = recurrent_layers(settings)
     num_key_heads, num_value_heads = (int(settings[f"linear_num_{each}_heads"]) for each in ("key", "value"))
     if num_value_heads % num_key_heads:
