@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import orjson
 import pytest
@@ -140,7 +141,8 @@ def test_a_prompt_follows_one_that_is_about_to_compute_its_beginning() -> None:
     admission, instructions = admit(directory, "r3", *beginning, A)
     assert (admission.prefill, admission.prefill_awaited, instructions) == ("a", beginning, [])
     [decision] = directory.decisions.of("r3").values()
-    times = {each["worker"]: each for each in decision[-1].as_json()["candidates"]}
+    candidates: Any = decision[-1].as_json()["candidates"]
+    times = {each["worker"]: each for each in candidates}
     assert (times["a"]["imported_blocks"], times["a"]["import_s"], times["a"]["wait_s"]) == (8, 0.0, 34.0)
     assert (times["b"]["imported_blocks"], times["b"]["wait_s"]) == (0, 18.0)
     assert seal(directory, "a", *beginning) == [], "the worker has what it awaited"
