@@ -19,7 +19,6 @@ import numpy as np
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import STORED_BITS, unsupported
 from raydix.engine.model.families import FAMILIES
-from raydix.engine.model.gguf_bits import FILE_BITS, MEMORY_BITS, suffix
 from raydix.engine.model.gguf_settings import ArrayOf, read_settings
 
 if TYPE_CHECKING:
@@ -59,6 +58,19 @@ _EXPERT_TENSORS = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 """The experts' tensors are one of all, and become one for each expert, whose number takes the place of the braces."""
+MEMORY_BITS = {
+    "Q4_0": 4.75,
+    "Q4_1": 5.5,
+    "Q5_0": 8.75,
+    "Q5_1": 9.5,
+    "Q8_0": 8.75,
+    "Q4_K": 4.63,
+    "Q5_K": 8.63,
+    "Q6_K": 8.57,
+}
+"""Bits of a weight by its block's kind, scales included. Numbers of five and six bits take eight."""
+FILE_BITS = {2: 4.9, 3: 5.6, 7: 8.8, 8: 8.8, 9: 9.5, 14: 5.3, 15: 6.3, 16: 8.7, 17: 8.7, 18: 8.7}
+"""About the same by a file's `general.file_type`: a few of its matrices are of another kind than most."""
 _ROPE_FACTORS = "rope_freqs.weight"
 _SINGLE_DIGIT_VOCABULARIES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 _SHARD_BYTES = 2 << 30
@@ -183,7 +195,7 @@ class GgufModel:
         its blocks where it has any (`raydix.engine.model.gguf_blocks`)."""
         hf_name, kind = self._hf_name(name), self._kind(name) if keeps else None
         tensor = self.tensor(name) if kind is None else self.blocks(name)
-        hf_name = hf_name if kind is None else f"{hf_name}{suffix(kind)}"
+        hf_name = hf_name if kind is None else f"{hf_name}.{kind}"
         if "{}" not in hf_name:
             return {hf_name: tensor}
         return {hf_name.format(expert): weight.clone() for expert, weight in enumerate(tensor)}

@@ -9,8 +9,7 @@ import torch
 
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.families import read_config
-from raydix.engine.model.gguf import GgufModel, _write_weights
-from raydix.engine.model.gguf_bits import MEMORY_BITS
+from raydix.engine.model.gguf import MEMORY_BITS, GgufModel, _write_weights
 from raydix.engine.model.gguf_blocks import KINDS, grouped
 from raydix.engine.model.sizes import weight_bytes
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model

@@ -7,6 +7,7 @@ import pytest
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.manager.kv_cache_manager import KVCacheManager
 from raydix.actors.names import incarnation_name
+from raydix.engine.core.errors import StartupError
 from raydix.engine.core.manager.block_index import BlockRecord
 from raydix.engine.core.manager.matching import with_states
 from raydix.engine.core.types import Role
@@ -38,6 +39,16 @@ async def start(scene: Scene) -> tuple[KVCacheManager, Dispatcher]:
     dispatcher = make_dispatcher(scene.local)
     dispatcher.start()
     return manager, dispatcher
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.ELASTIC])
+def test_states_are_never_handed_over(scene: Scene, role: Role) -> None:
+    async def starting() -> None:
+        await scene.local.start_manager()
+        with pytest.raises(StartupError, match=f"a {role} worker cannot have it, only mixed ones"):
+            await scene.local.start_worker(role, "w")
+
+    asyncio.run(starting())
 
 
 def num_prefilled(scene: Scene) -> int:
