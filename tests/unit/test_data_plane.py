@@ -165,6 +165,9 @@ class Scene:
                 self.hold.after(self.workers[worker_id], 1 if kind == "d" else 0)
             if chosen:
                 crowd.begin(dispatcher)
+                if kind == "p":
+                    # Prompts with one beginning follow the first one; those with another go to the other worker.
+                    crowd.begin(dispatcher)
                 await until(lambda: all(map(is_amid, chosen)))  # noqa: B023
         return crowd
 
