@@ -13,10 +13,12 @@ import torch
 from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.types import Assignment, Pooling, Sampling, Stage
 from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.states import States
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.engine import Engine
 from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.runner import ModelRunner
+from raydix.engine.model.state_pool import StatePool
 from raydix.engine.model.tokenizer import quiet_transformers
 from tests.model.logits import BLOCK_SIZE
 from tests.model.random_models import CASES, reference
@@ -70,7 +72,10 @@ def test_hidden_states_of_transformers(case: str, tmp_path: Path) -> None:
     ours = Decoder.from_folder(tmp_path, torch.float32, "cpu")
     store = KVPool(ours.config, 16, BLOCK_SIZE, torch.float32)
     limits = SchedulerLimits(token_budget=40, max_requests=8)
-    engine = Engine(ModelRunner(ours, store), store, BlockPool(16, BLOCK_SIZE), limits, 256, "model")
+    is_recurrent = ours.config.recurrent is not None
+    runner = ModelRunner(ours, store, states=StatePool(ours.config, 8) if is_recurrent else None)
+    pool = BlockPool(16, BLOCK_SIZE, states=States(8) if is_recurrent else None)
+    engine = Engine(runner, store, pool, limits, 256, "model")
     for kind, state in ((Pooling.MEAN, expected.mean(0)), (Pooling.LAST, expected[-1])):
         actual = torch.frombuffer(bytearray(states_of(engine, pooling(token_ids, kind))["r"]), dtype=torch.float32)
         assert actual.shape == (ours.config.hidden_size,)
