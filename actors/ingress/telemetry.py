@@ -68,8 +68,13 @@ class Telemetry:
     # Requests over HTTP
 
     def begin(self, parent: TraceContext | None, name: str) -> TraceContext:
-        """The context of a request that arrives: the client's trace goes on, or a new one begins."""
-        return self._below(parent, name)
+        """A new context: part of the parent's trace, or of a trace of its own. Whether it is recorded is asked of the
+        sampler, which the environment chooses."""
+        ids = self._provider.id_generator
+        trace_id = ids.generate_trace_id() if parent is None else parent.trace_id
+        result = self._provider.sampler.should_sample(self._maker.parent(parent), trace_id, name)
+        is_sampled = bool(result.decision.is_sampled())  # type: ignore[no-untyped-call]
+        return TraceContext(trace_id, ids.generate_span_id(), is_sampled, "" if parent is None else parent.state)
 
     def served(
         self,
@@ -104,22 +109,13 @@ class Telemetry:
         # A trace that is not recorded costs no span; a request without a parent is asked about here.
         if job.trace is not None and not job.trace.is_sampled:
             return
-        own = self._below(job.trace, job.spec.kind)
+        own = self.begin(job.trace, job.spec.kind)
         if own.is_sampled:
             for span in self._maker.of_life(life_of(job, self._clock()), own, job.trace, self._ids, self._ahead_s):
                 self._processor.on_end(span)
 
     def _ids(self) -> int:
         return self._provider.id_generator.generate_span_id()
-
-    def _below(self, parent: TraceContext | None, name: str) -> TraceContext:
-        """A new context: part of the parent's trace, or with one of its own. Whether it is recorded is asked of the
-        sampler, which the environment chooses."""
-        ids = self._provider.id_generator
-        trace_id = ids.generate_trace_id() if parent is None else parent.trace_id
-        result = self._provider.sampler.should_sample(self._maker.parent(parent), trace_id, name)
-        is_sampled = bool(result.decision.is_sampled())  # type: ignore[no-untyped-call]
-        return TraceContext(trace_id, ids.generate_span_id(), is_sampled, "" if parent is None else parent.state)
 
     def now(self) -> float:
         """The time of `clock`."""

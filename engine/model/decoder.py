@@ -136,7 +136,10 @@ class Decoder:
             self._first_norm = loader.optional_norm("model.layers.0.", config.norms.attention)
             self._query_scale = _query_scale(config, self.max_position, dtype, self.device)
             self._layers = tuple(loader.layer(index) for index in range(config.num_layers))
-        self._kv_places = {index: place for place, index in enumerate(config.attention_layers)}
+        recurrent = () if config.recurrent is None else config.recurrent.layers
+        # Of each layer the place among those of its kind, in the pool of KV or in that of states.
+        kinds = (config.attention_layers, recurrent)
+        self._places = {index: place for layers in kinds for place, index in enumerate(layers)}
 
         self._pass = self._make_pass()
 
@@ -321,7 +324,7 @@ class Decoder:
         if config.attention_gate:
             heads = config.num_heads * config.head_dim
             qkv, gate_TE = qkv[:, :-heads], qkv[:, -heads:]
-        keys, values = pool.layers[self._kv_places[index]]
+        keys, values = pool.layers[self._places[index]]
         query_THD = self._store_kv(qkv, index, keys, values, batch)
         if wants_nothing:
             return x_TE
@@ -332,7 +335,7 @@ class Decoder:
         """Take a recurrent layer's states over the batch's tokens; returns what its output projection reads."""
         recurrent, layer = self.config.recurrent, self._layers[index]
         assert recurrent is not None and layer.recurrent is not None
-        place, delta, weights = recurrent.layers.index(index), recurrent.delta, layer.recurrent
+        place, delta, weights = self._places[index], recurrent.delta, layer.recurrent
         tails, projected = states.tails[place], linear(x_TE, layer.qkv)
         if delta is None or weights.delta is None:
             # One gate before the convolution, and one behind it.

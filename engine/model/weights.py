@@ -44,10 +44,14 @@ class Checkpoint:
         """`on_tensor` is called before each tensor; an error that it raises ends the loading."""
         self.folder = folder
         self._on_tensor = on_tensor
-        stored = read_headers(folder)
-        self._kinds = dict(kind_of(name) for name in stored if kind_of(name)[1])
+        self._stored: dict[str, StoredTensor] = {}
+        self._kinds: dict[str, str] = {}
         """Kinds of the blocks of the weights that are stored in such."""
-        self._stored = {kind_of(name)[0]: tensor for name, tensor in stored.items()}
+        for stored_name, tensor in read_headers(folder).items():
+            name, kind = kind_of(stored_name)
+            self._stored[name] = tensor
+            if kind:
+                self._kinds[name] = kind
         self.config = as_stored(config, self._stored)
         """The description, with the names that these weights have."""
         self._packed = _packed_shapes(self._stored, self.config)

@@ -10,8 +10,8 @@
 // significand, so it is widened without rounding, multiplied like any other, and the scale enters at the end of the
 // chain. The first rows widen a cache block and keep it for the others.
 //
-// A weight of few bits is stored in groups (linear_groups.h), and each cache block of it is widened before it is
-// multiplied: to bfloat16 where the machine multiplies that, else to float32.
+// A weight of few bits is stored in groups (linear_groups.h). Each cache block of it is widened once for all rows: to
+// bfloat16 where the machine multiplies that, else to float32, and there for one or two rows in the registers alone.
 #include <algorithm>
 #include <vector>
 

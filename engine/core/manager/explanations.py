@@ -55,7 +55,7 @@ class Explanations:
     ) -> Decision:
         """Keep the decision behind a placement, count it, and return it. `records`: of the blocks of `request.hashes`;
         `now`: seconds since the epoch; `when_late`: of a request that is predicted to be late;
-        `moves_blocks`: of the cost model."""
+        `moves_blocks`: as `CostModel.moves_blocks`."""
         num_local = placement.chosen.num_local_blocks
         num_cached = num_local + placement.chosen.num_imported_blocks
         imported = [_source(record) for record in records[num_local:num_cached] if record is not None]

@@ -70,8 +70,10 @@ def _num_promised(
     """Leading blocks that a worker holds or is to compute."""
 
     def is_there(record: BlockRecord | None) -> bool:
-        if record is None or worker_id in record.workers:
-            return record is not None
+        if record is None:
+            return False
+        if worker_id in record.workers:
+            return True
         producer = reservations.get(record.producer or "")
         return producer is not None and producer.admission.prefill == worker_id
 
