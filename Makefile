@@ -77,11 +77,9 @@ test-kernels: develop
 test-model: develop
 	$(PYTEST) -m "not gpu and not exhaustive" tests/model --numprocesses=auto --dist=loadfile $(TESTS)
 
-# Real servers and clusters, in two processes that have a cluster each: most of the time is waiting. What fails runs once
-# more by itself, and must pass then: the rule goes when twenty runs beside other work have passed without it.
-CLUSTERS := --durations=20 -m "not gpu and not chaos" tests/integration tests/chaos --numprocesses=2 --dist=loadfile
+# Real servers and clusters, in two processes that have a cluster each: most of the time is waiting.
 test-cluster: develop
-	$(PYTEST) $(CLUSTERS) $(TESTS) || $(PYTEST) $(CLUSTERS) $(TESTS) --last-failed --last-failed-no-failures=none
+	$(PYTEST) --durations=20 -m "not gpu and not chaos" tests/integration tests/chaos --numprocesses=2 --dist=loadfile $(TESTS)
 
 # The list for a machine with an NVIDIA GPU, in order: docs/guides/first-day-on-a-gpu.md.
 gpu-day: develop
