@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import eviction
 from benchmarks.replay import main, parse_roles, replay
 from benchmarks.replaying.bounds import hit_rates
 from benchmarks.replaying.cluster import Cluster
 from benchmarks.replaying.report import spread
 from benchmarks.replaying.routers import ROUTERS, Managed
 from benchmarks.replaying.speeds import ConstantSpeeds, FittedSpeeds, read_costs
-from benchmarks.replaying.synthetic import SYNTHETIC, make_trace
 from benchmarks.replaying.traces import ReplayError, TraceRequest, read_trace
 from benchmarks.replaying.worker import ReplayWorker
 from raydix.engine.core.eviction.policies import EvictionPolicy
@@ -261,24 +259,6 @@ def test_blocks_used_once_go_before_older_ones() -> None:
     again = [request(0.0, 1), request(1.0, 1), request(2.0, 2), request(3.0, 3), request(4.0, 1)]
     assert hit_rates(again, 2)["once_first"] == 2 / 5
     assert hit_rates(again, 2)["lru"] == 1 / 5
-
-
-@pytest.mark.parametrize("name", SYNTHETIC)
-def test_made_traces_are_repeatable(name: str) -> None:
-    trace = make_trace(name)
-    arrivals = [request.arrival_s for request in trace]
-    assert trace == make_trace(name) and arrivals == sorted(arrivals)
-    assert all(len(set(request.hashes)) == len(request.hashes) for request in trace)
-
-
-def test_eviction_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = write(tmp_path / "trace.jsonl", *[row([1, 2 + number % 3], 1000 * number) for number in range(20)])
-    result = tmp_path / "result.json"
-    assert eviction.main([str(trace), "--made", "--capacities", "3", "--json", str(result)]) == 0
-    assert "trace.jsonl" in capsys.readouterr().out
-    rates = json.loads(result.read_text())["hit_rates"]["trace.jsonl"]["3"]
-    assert 0 < rates["lru"] <= rates["belady"] <= rates["infinite"] < 1
-    assert eviction.main([str(tmp_path / "nowhere.jsonl"), "--made"]) == 2
 
 
 def test_mooncake_is_read(tmp_path: Path) -> None:
