@@ -6,7 +6,7 @@ calls the child directly.
 * The child dies: its host starts another incarnation at once, under a new name and with a newer epoch. The manager's
   host keeps a standby, a process that has imported everything and waits: the next manager is at work sooner by the time
   that a process takes to start.
-* The child answers nothing for `CHECK_TIMEOUT_S`: its host kills it.
+* The child answers nothing for `CHECK_TIMEOUT_S`: its host kills it, and has the manager count it.
 * An incarnation does not start: its host tries again, after growing pauses. While `MAX_FAILURES` or more have failed in
   a row the host is unhealthy, and Serve replaces it.
 * Serve stops the host (fewer replicas, an update, a node that is drained): the child's requests and blocks go to other
@@ -105,6 +105,8 @@ class ActorHost:
         self._started_at = 0.0
         self._standby: ActorIncarnation | None = None
         """The manager's next incarnation, created and not started."""
+        self._num_uncounted = 0
+        """Children that were killed because they hung, and of which no manager knows yet."""
         self._changing = asyncio.Lock()
 
     async def reconfigure(self, live: Mapping[str, Any]) -> None:
@@ -155,10 +157,7 @@ class ActorHost:
         try:
             await answer(self._hosted.tell(child), CHECK_TIMEOUT_S)
         except TimeoutError:
-            extra = about("child_hangs", child=self._actor_id)
-            logger.error("%s takes no changes for %d s and is killed", self._actor_id, CHECK_TIMEOUT_S, extra=extra)
-            await asyncio.to_thread(condemn, self._child_name)
-            child.kill()
+            await self._kill_hanging(child, "takes no changes")
         except RayTaskError:
             raise
         except RayError:
@@ -166,6 +165,8 @@ class ActorHost:
 
     async def check_health(self) -> None:
         """Called by Serve; kills a child that hangs, and raises while the child cannot be brought back."""
+        if self._num_uncounted:
+            await self._report_hung()
         if self._num_failures >= MAX_FAILURES:
             raise RuntimeError(self._failure)
         if self._child is None:
@@ -176,12 +177,26 @@ class ActorHost:
                 await self._stay_announced(self._child)
                 await self._keep_standby()
         except TimeoutError:
-            extra = about("child_hangs", child=self._actor_id)
-            logger.error("%s does not answer for %d s and is killed", self._actor_id, CHECK_TIMEOUT_S, extra=extra)
-            await asyncio.to_thread(condemn, self._child_name)
-            self._child.kill()
+            await self._kill_hanging(self._child, "does not answer")
         except RayError:
             pass  # The child died, and `_replace_when_dead` starts another.
+
+    async def _kill_hanging(self, child: ActorClient, what: str) -> None:
+        """End a child that has answered nothing for `CHECK_TIMEOUT_S`."""
+        extra = about("child_hangs", child=self._actor_id)
+        logger.error("%s %s for %d s and is killed", self._actor_id, what, CHECK_TIMEOUT_S, extra=extra)
+        await asyncio.to_thread(condemn, self._child_name)
+        child.kill()
+        # Told with the next check: it may have been the manager itself.
+        self._num_uncounted += 1
+
+    async def _report_hung(self) -> None:
+        """Have the manager count the children that hung; without an answer the next check tells it again."""
+        with contextlib.suppress(RayError, TimeoutError, AttributeError):  # away, silent, or of older code
+            manager = await find_manager(self._app_name)
+            if manager is not None:
+                await answer(manager.children_hung(self._kind, self._num_uncounted), ASK_TIMEOUT_S)
+                self._num_uncounted = 0
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve where the number of replicas follows the load; empty while no manager can say."""

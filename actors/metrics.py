@@ -10,6 +10,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from raydix.actors.instruments import CounterInstrument, GaugeInstrument, HistogramInstrument
 from raydix.actors.watchdog import Hold
+from raydix.configs.sections import MANAGER
 from raydix.engine.core.costs import StepShape
 from raydix.engine.core.errors import (
     AuthenticationError,
@@ -269,6 +270,11 @@ class ManagerMetrics:
             "Workers forgotten: they ended without a word, fell silent, or left as they had said.",
             "reason",
         )
+        self._hung = counter(
+            "raydix_hung_actors",
+            "Workers of a role, and managers, that their host killed since they answered nothing for a minute.",
+            "kind",
+        )
         self._hit = counter("raydix_hit_blocks", "Blocks of admitted prompts that were found, by place.", "source")
         self._missed = counter("raydix_missed_blocks", "Blocks of admitted prompts to compute, by reason.", "reason")
         self._evicted = counter("raydix_evicted_blocks", "Blocks that left a place, by reason.", "reason")
@@ -279,6 +285,7 @@ class ManagerMetrics:
             metric.begin()
         self._registered.begin(role=tuple(map(str, Role)))
         self._lost.begin(reason=LOSSES)
+        self._hung.begin(kind=(*map(str, Role), MANAGER))
         self.duties([])
         self.wanted(0)
         self._reported: dict[str, float] = {}
@@ -325,6 +332,10 @@ class ManagerMetrics:
     def lost(self, reason: str) -> None:
         """Count a worker that was forgotten, for one of `LOSSES`."""
         self._lost.inc(tags={"reason": reason})
+
+    def hung(self, kind: str, number: int) -> None:
+        """Count actors that were killed because they answered nothing; `kind` is a worker's role, or `MANAGER`."""
+        self._hung.inc(number, tags={"kind": kind})
 
     def duties(self, duties: Sequence[Role]) -> None:
         """Report the duties of the elastic workers."""

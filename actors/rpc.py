@@ -207,6 +207,9 @@ class ManagerClient(ActorClient):
     def worker_leaving(self, worker_id: str) -> Awaitable[bool | None]:
         return _sent(self.handle.worker_leaving.remote(worker_id))
 
+    def children_hung(self, kind: str, number: int) -> Awaitable[None]:
+        return _sent(self.handle.children_hung.remote(kind, number))
+
     def wanted_workers(self) -> Awaitable[Wanted | None]:
         return _sent(self.handle.wanted_workers.remote())
 

@@ -234,6 +234,10 @@ class KVCacheManager:
         """Note that a host is starting this worker."""
         self._workers.starting(worker_id)
 
+    async def children_hung(self, kind: str, number: int) -> None:
+        """Count workers of a role, or managers, that their host killed because they answered nothing."""
+        self._metrics.hung(kind, number)
+
     async def wanted_workers(self) -> Wanted | None:
         """The number of elastic workers for the present load; None before the first look at the load."""
         self.succession.check_not_retired()

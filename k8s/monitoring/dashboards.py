@@ -217,6 +217,7 @@ CLUSTER = Dashboard(
             "short",
             [
                 ("lost, {{reason}}", f"sum by (reason) (increase(raydix_lost_workers_total[{WINDOW}]))"),
+                ("hung, {{kind}}", f"sum by (kind) (increase(raydix_hung_actors_total[{WINDOW}]))"),
                 ("registered, {{role}}", f"sum by (role) (increase(raydix_registrations_total[{WINDOW}]))"),
             ],
         ),

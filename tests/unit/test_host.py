@@ -6,9 +6,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import ray
@@ -32,12 +32,15 @@ from tests.unit.waits import until
 
 TASK_ERROR: Any = RayTaskError
 WORKER_ID = "decode-r1"
+T = TypeVar("T")
 
 
 class Child:
-    """An actor that starts, or fails to, or hangs."""
+    """An actor that starts, or fails to, or hangs, which it tells by an event."""
 
-    def __init__(self, error: Exception | None = None, hangs: bool = False, refuses: bool = False) -> None:
+    def __init__(
+        self, error: Exception | None = None, hangs: asyncio.Event | None = None, refuses: bool = False
+    ) -> None:
         self._error = error
         self._hangs = hangs
         self._refuses = refuses
@@ -51,18 +54,34 @@ class Child:
             raise self._error
 
     async def check(self) -> None:
-        if self._hangs:
+        await self._hang()
+
+    async def _hang(self) -> None:
+        if self._hangs is not None:
+            self._hangs.set()
             await asyncio.Event().wait()
 
     async def join(self) -> None:
         await asyncio.Event().wait()
 
     async def reconfigure(self, *values: Any) -> None:
-        if self._hangs:
-            await asyncio.Event().wait()
+        await self._hang()
         if self._refuses:
             raise TASK_ERROR("reconfigure", "no such tenant", ValueError())
         self.told.append(values)
+
+
+class CountingManager:
+    """A manager that counts the children that hung."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    async def children_hung(self, kind: str, number: int) -> None:
+        self.told.append((kind, number))
+
+    async def check(self) -> None:
+        """It does not hang."""
 
 
 class Scene:
@@ -73,6 +92,21 @@ class Scene:
         self.names: list[str] = []
         self.handles: list[MortalHandle] = []
         self.announced: list[str] = []
+        self.hangs = asyncio.Event()
+
+    async def answer(self, call: Awaitable[T], timeout_s: float | None = None) -> T:
+        """The result of a call. Its time is up once a child hangs, and never by a clock: the machine may be busy."""
+        answered, hangs = asyncio.ensure_future(call), asyncio.ensure_future(self.hangs.wait())
+        try:
+            await asyncio.wait({answered, hangs}, return_when=asyncio.FIRST_COMPLETED)
+            if answered.done():
+                return answered.result()
+            assert timeout_s is not None
+            self.hangs.clear()
+            raise TimeoutError
+        finally:
+            answered.cancel()
+            hangs.cancel()
 
     def create(self, name: str) -> ActorClient:
         handle = MortalHandle(self.plan.pop(0) if self.plan else Child())
@@ -96,12 +130,8 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
     monkeypatch.setattr(host_module, "announce_manager", scene.announce)
     monkeypatch.setattr(host_module, "find_manager", lambda app_name: asyncio.sleep(0))
-    for name, value in (
-        ("RETRY_S", 0.005),
-        ("STARTING_REPORT_S", 0.01),
-        ("CHECK_TIMEOUT_S", 0.05),
-        ("STANDBY_AFTER_S", 0.0),
-    ):
+    monkeypatch.setattr(host_module, "answer", scene.answer)
+    for name, value in (("RETRY_S", 0.005), ("STARTING_REPORT_S", 0.01), ("STANDBY_AFTER_S", 0.0)):
         monkeypatch.setattr(host_module, name, value)
     monkeypatch.setattr(ray, "kill", scene.kill)
     for kind in (HostedManager, HostedWorker):
@@ -202,7 +232,7 @@ def test_a_standby_that_is_dead_is_created_anew(scene: Scene) -> None:
 def test_a_standby_that_hangs_is_killed_and_created_anew(scene: Scene) -> None:
     async def play() -> None:
         host = await start(MANAGER)
-        scene.plan.append(Child(hangs=True))
+        scene.plan.append(Child(hangs=scene.hangs))
         for _ in range(3):
             await host.check_health()
         assert [handle.is_dead for handle in scene.handles] == [False, True, False]
@@ -236,13 +266,56 @@ def test_a_host_is_unhealthy_while_its_child_cannot_be_started(scene: Scene) -> 
 
 def test_a_child_that_hangs_is_killed_and_replaced(scene: Scene) -> None:
     async def play() -> None:
-        scene.plan.append(Child(hangs=True))
+        scene.plan.append(Child(hangs=scene.hangs))
         host = await start("decode")
         await host.check_health()
         assert scene.handles[0].is_dead
         await until(lambda: len(scene.handles) == 2)
         await host.check_health()
         assert not scene.handles[1].is_dead
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("kind", ["decode", MANAGER])
+def test_a_child_that_hung_is_counted_by_the_manager_once_one_answers(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    counting = CountingManager()
+    found: list[Any] = [None]
+    monkeypatch.setattr(host_module, "find_manager", lambda app_name: asyncio.sleep(0, found[0]))
+
+    async def play() -> None:
+        scene.plan.append(Child(hangs=scene.hangs))
+        host = await start(kind)
+        await host.check_health()
+        await until(lambda: len(scene.handles) == 2)
+        await host.check_health()
+        assert counting.told == [], "no manager is there"
+
+        away = MortalHandle(CountingManager())
+        away.die()
+        # A child has no such method, as a manager of older code.
+        for handle in (away, MortalHandle(Child()), MortalHandle(counting), MortalHandle(counting)):
+            found[0] = ManagerClient(handle)  # type: ignore[arg-type]
+            await host.check_health()
+        assert counting.told == [(kind, 1)], "a dead manager and one of older code count nothing, another one once"
+
+    asyncio.run(play())
+
+
+def test_a_child_that_dies_did_not_hang(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = CountingManager()
+
+    async def play() -> None:
+        client: Any = ManagerClient(MortalHandle(counting))  # type: ignore[arg-type]
+        monkeypatch.setattr(host_module, "find_manager", lambda app_name: asyncio.sleep(0, client))
+        host = await start("decode")
+        scene.handles[0].die()
+        await until(lambda: len(scene.handles) == 2)
+        for _ in range(2):
+            await host.check_health()
+        assert counting.told == []
 
     asyncio.run(play())
 
@@ -371,7 +444,7 @@ def test_a_child_that_refuses_a_change_is_told_of_and_one_that_hangs_is_replaced
         with pytest.raises(RayTaskError):
             await host.reconfigure(live_of("decode", 100))
 
-        scene.plan.append(Child(hangs=True))
+        scene.plan.append(Child(hangs=scene.hangs))
         host = await start("decode")
         await host.reconfigure(live_of("decode", 100))
         assert scene.handles[1].is_dead

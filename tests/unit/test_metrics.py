@@ -116,6 +116,18 @@ def test_a_worker_that_dies_is_counted_as_lost(measured: MeasuredScene) -> None:
     measured.run(play())
 
 
+def test_a_child_that_hung_is_counted_once_its_host_says_so(measured: MeasuredScene) -> None:
+    async def play() -> None:
+        manager, _ = await measured.start()
+        kinds = {"prefill": 0, "decode": 0, "mixed": 0, "elastic": 0, "kv_cache_manager": 0}
+        assert await measured.has("raydix_hung_actors_total", "kind", {}) == kinds
+        await manager.children_hung("decode", 2)
+        hung = values(await measured.metrics.text(), "raydix_hung_actors_total", "kind")
+        assert hung == kinds | {"decode": 2}
+
+    measured.run(play())
+
+
 def test_the_page_of_metrics_has_every_family(measured: MeasuredScene) -> None:
     """And `/metrics` has each that the page names."""
     rows = [line for line in metrics_page().splitlines() if line.startswith("| `")]

@@ -185,7 +185,7 @@ def test_every_metric_and_label_in_a_query_exists(monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_alert_says_what_to_do_and_so_does_the_document() -> None:
-    assert len(rules()) == 10
+    assert len(rules()) == 11
     table = (ROOT / "docs/guides/monitoring.md").read_text()
     for rule in rules():
         assert rule.keys() | {"for"} == {"alert", "expr", "for", "labels", "annotations"}
@@ -199,6 +199,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "RaydixNoWorkers": ("raydix_workers",),
     "RaydixWorkersLost": ("raydix_lost_workers_total",),
     "RaydixWorkerHangs": ("raydix_step_seconds_count",),
+    "RaydixReplacedAfterHang": ("raydix_hung_actors_total",),
     "RaydixRequestsFail": ("raydix_requests_total",),
     "RaydixLoadRefused": ("raydix_refusals_total",),
     "RaydixSlowFirstTokens": ("raydix_ttft_seconds_bucket",),
