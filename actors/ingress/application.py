@@ -18,7 +18,7 @@ from raydix.actors.ingress.http import (
     error_response,
     request_id_header,
 )
-from raydix.actors.ingress.middleware import AllowanceHeaders, Compression, CrossOrigin
+from raydix.actors.ingress.middleware import AllowanceHeaders, Compression, CrossOrigin, LoadHeaders
 from raydix.actors.ingress.recorder import Recording, RequestRecorder
 from raydix.actors.ingress.routes import (
     answers,
@@ -97,6 +97,7 @@ def application(of: Replica) -> Starlette:
 
     app.add_middleware(Traced, telemetry=telemetry)
     app.add_middleware(AllowanceHeaders)
+    app.add_middleware(LoadHeaders)
     app.add_middleware(Recording, recorder=recorder)
     app.add_middleware(CrossOrigin, allowed=allowed_origins)
     app.add_middleware(Compression)

@@ -75,21 +75,26 @@ class ClusterMetrics:
             self._gathering = run_detached(asyncio.get_running_loop().create_task, self._gather())
         return await asyncio.shield(self._gathering)
 
-    async def _gather(self) -> str:
+    async def of_workers(self, timeout_s: float) -> list[tuple[WorkerInfo, Sequence[MetricFamily] | None]]:
+        """The workers, each with its metrics; None for a worker that does not answer within `timeout_s`."""
         workers = self._workers()
         self._clients = {
             (each.worker_id, each.epoch): client
             for each in workers
             if (client := self._clients.get((each.worker_id, each.epoch))) is not None
         }
-        manager, *others = await asyncio.gather(self._of_manager(), *map(self._of_worker, workers))
+        families = await asyncio.gather(*(self._of_worker(each, timeout_s) for each in workers))
+        return [*zip(workers, families, strict=True)]
+
+    async def _gather(self) -> str:
+        manager, workers = await asyncio.gather(self._of_manager(), self.of_workers(self._timeout_s))
 
         up = {labels_of({"process": self._own.replica, "kind": "ingress"}): 1.0}
         up[labels_of({"process": MANAGER, "kind": MANAGER})] = float(manager is not None)
-        for worker, families in zip(workers, others, strict=True):
+        for worker, families in workers:
             up[labels_of({"process": worker.worker_id, "kind": str(worker.role)})] = float(families is not None)
 
-        answered = (families for families in (manager, *others) if families is not None)
+        answered = (families for families in (manager, *(each for _, each in workers)) if families is not None)
         gathered = [replace(UP, values=up), *self._own.families(), *(each for some in answered for each in some)]
         families = merged([*self._infos, *gathered])
         return exposition([*families, *aliases(families, self._own.model)])
@@ -102,11 +107,11 @@ class ClusterMetrics:
         except (ServiceError, TimeoutError):
             return None
 
-    async def _of_worker(self, worker: WorkerInfo) -> Sequence[MetricFamily] | None:
+    async def _of_worker(self, worker: WorkerInfo, timeout_s: float) -> Sequence[MetricFamily] | None:
         """None if the worker does not answer in time."""
         known = (worker.worker_id, worker.epoch)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(timeout_s):
                 client = self._clients.get(known) or await self._find(*known)
                 if client is None:
                     return None

@@ -13,6 +13,7 @@ from http import HTTPStatus
 
 from raydix.actors.ingress.adapters import AdapterOperations
 from raydix.actors.ingress.cache_control import CacheOperations
+from raydix.actors.ingress.cluster_load import ClusterLoad
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics
 from raydix.actors.ingress.cluster_trace import ClusterTrace
 from raydix.actors.ingress.dispatcher import Dispatcher
@@ -101,6 +102,7 @@ class Frontend:
         self.accounting = parts.accounting
         self.requests = parts.requests
         self.metrics = parts.metrics
+        self.cluster_load = ClusterLoad(parts.metrics.of_workers)
         self.trace = parts.trace
         self.telemetry = parts.telemetry
         self._queues = parts.queues

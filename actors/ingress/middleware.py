@@ -5,6 +5,7 @@
 * `AllowanceHeaders`: the limit of a client's requests and what is left of it, at every route that counts requests. The
   headers stand in answers, in streams and in errors alike, with the numbers of the moment in which the head is sent:
   those of the ingress replica that answers.
+* `LoadHeaders`: the load of the workers at the same routes, for a client that asks for it.
 * `CrossOrigin`: requests from pages of other sites, as far as the configuration allows (CORS).
 """
 
@@ -21,6 +22,7 @@ from raydix.actors.ingress.http import IGNORED_HEADER
 from raydix.actors.ingress.routes.replica import Replica
 from raydix.engine.api.anthropic.errors import ANTHROPIC
 from raydix.engine.api.guards import is_allowed_origin
+from raydix.engine.api.load_report import FORMAT_HEADER, LOAD_HEADER, load_format, load_report
 from raydix.engine.api.route import Route
 from raydix.engine.api.wire import OPENAI
 from raydix.engine.core.ingress.room import Allowance
@@ -147,10 +149,37 @@ class AllowanceHeaders:
         await self._app(scope, receive, send_with_headers)
 
 
+class LoadHeaders:
+    """Adds the load of the workers to those of one application's responses whose requests ask for it (ORCA)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        form = load_format(Headers(scope=scope).get(FORMAT_HEADER, "")) if scope["type"] == "http" else None
+        if form is None:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_load(message: Message) -> None:
+            # The tenant is known once the request has shown a key: strangers learn nothing of the load.
+            is_known = message["type"] == "http.response.start" and "tenant" in scope.get("state", {})
+            if is_known and scope["route"].declared.has_limit:
+                replica: Replica = scope["app"].state.replica
+                load = await replica.frontend.cluster_load.now()
+                if load is not None:
+                    MutableHeaders(scope=message)[LOAD_HEADER] = load_report(form, load)
+            await send(message)
+
+        await self._app(scope, receive, send_with_load)
+
+
 METHODS = ("GET", "POST", "DELETE")
 SHOWN_HEADERS = (
     "retry-after",
     IGNORED_HEADER,
+    LOAD_HEADER,
     *(name for wire in (OPENAI, ANTHROPIC) for name in wire.allowance(Allowance(0, 0), 0.0)),
 )
 """Headers of responses for pages to read, besides the usual ones."""

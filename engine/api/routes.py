@@ -29,6 +29,7 @@ from raydix.engine.api.batch_models import (
 from raydix.engine.api.batches import BatchRequest
 from raydix.engine.api.conversations import ConversationsRequest
 from raydix.engine.api.embeddings import EmbeddingsRequest, parse_embeddings
+from raydix.engine.api.load_report import FORMAT_HEADER, LOAD_FORMATS, LOAD_HEADER
 from raydix.engine.api.openai_responses.conversations import AddItems, CreateConversation, UpdateConversation
 from raydix.engine.api.openai_responses.requests import (
     CompactRequest,
@@ -146,6 +147,12 @@ REQUEST_HEADERS = (
     ),
     Parameter(
         TPOT_HEADER, "header", "Objective for the time of each further token, in ms; behind the body's `slo_tpot_ms`."
+    ),
+    Parameter(
+        FORMAT_HEADER,
+        "header",
+        f"Has the response tell the workers' load in the header `{LOAD_HEADER}` (ORCA).",
+        LOAD_FORMATS,
     ),
 )
 LAST_EVENT = Parameter(
