@@ -33,19 +33,18 @@ from raydix.configs.schema import CacheSection
 from raydix.configs.sections import CHECK_TIMEOUT_S, INGRESS, MANAGER, MANAGER_CPUS, DeploymentPart, base_for, parts
 from raydix.configs.tenants import TenantsFile
 
+# Classes of the deployments, which Serve imports in the replicas: whoever deploys needs neither, and seconds less.
 INGRESS_CLASS, HOST_CLASS = "raydix.actors.ingress.app.Ingress", "raydix.actors.host.ActorHost"
-"""Classes of the deployments, which Serve imports in the replicas: whoever deploys needs neither, and seconds less."""
+# CPUs of a host, which only starts and watches its child; the child holds the worker's own reservation.
 HOST_CPUS = 0.01
-"""CPUs of a host, which only starts and watches its child; the child holds the worker's own reservation."""
-NUM_BUNDLES = 2
-"""Bundles of a host's placement group: the host's own and its child's."""
+NUM_BUNDLES = 2  # bundles of a host's placement group: the host's own and its child's
+# Serve's own limit, set out of the way: the ingress has a limit of its own, and answers 429.
 MAX_ONGOING_REQUESTS = 100_000
-"""Serve's own limit, set out of the way: the ingress has a limit of its own, and answers 429."""
+# Time for which an ingress replica that is replaced goes on with its streams, as long as HAProxy keeps their
+# connections (`raydix.cli.cluster.SERVE_SWITCHES`); then they are cut, and clients may send again.
 STREAM_S = 600
-"""Time for which an ingress replica that is replaced goes on with its streams, as long as HAProxy keeps their
-connections (`raydix.cli.cluster.SERVE_SWITCHES`); then they are cut, and clients may send again."""
+# Parts of the project that run in replicas and their children.
 CODE = ("actors", "configs", "engine", "kernels", "serve_app.py")
-"""Parts of the project that run in replicas and their children."""
 SOURCES = {".py", ".cpp", ".h"}
 
 

@@ -10,8 +10,7 @@ from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-"""Interval between two looks at the tenants' file."""
+LOOK_S = 1.0  # interval between two looks at the tenants' file
 
 
 def log_refused(part: str, error: StartupError) -> None:

@@ -54,22 +54,16 @@ from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 
-RESTART_TIMEOUT_S = 1800
-"""Limit of a child's start, from its creation to a loaded model and a laid-out pool."""
+RESTART_TIMEOUT_S = 1800  # limit of a child's start, from its creation to a loaded model and a laid-out pool
 RETRY_S = 0.5
+# First pause before a child that did not start is started again; each further pause is twice as long.
 MAX_RETRY_S = 30.0
-"""First pause before a child that did not start is started again; each further pause is twice as long."""
-MAX_FAILURES = 3
-"""Starts in a row that may fail before Serve is to try with another host."""
-LEAVE_S = 0.2
-"""Between two questions whether a worker's requests and blocks are elsewhere."""
-LEAVE_TIMEOUT_S = 50.0
-"""Limit of a worker's leaving; less than Serve's `graceful_shutdown_timeout_s` of hosts."""
-UNKNOWN_S = 10.0
-"""A worker that no manager has known for so long is not waited for: the application may be ending."""
+MAX_FAILURES = 3  # starts in a row that may fail before Serve is to try with another host
+LEAVE_S = 0.2  # between two questions whether a worker's requests and blocks are elsewhere
+LEAVE_TIMEOUT_S = 50.0  # limit of a worker's leaving; less than Serve's `graceful_shutdown_timeout_s` of hosts
+UNKNOWN_S = 10.0  # a worker that no manager has known for so long is not waited for: the application may be ending
 ASK_TIMEOUT_S = 2.0
-STANDBY_AFTER_S = 10.0
-"""Age of a manager at which it gets a standby, so that the rest of the cluster starts first."""
+STANDBY_AFTER_S = 10.0  # age of a manager at which it gets a standby, so that the rest of the cluster starts first
 
 
 class ActorIncarnation(NamedTuple):
@@ -88,10 +82,8 @@ class ActorHost:
     def __init__(self, kind: str, arguments: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> None:
         context = serve.get_replica_context()
         self._kind = kind
-        self._base = base
-        """What the `user_config` is laid over; None: it is whole."""
-        self._live: Mapping[str, Any] = {}
-        """The `user_config` applied last."""
+        self._base = base  # what the `user_config` is laid over; None: it is whole
+        self._live: Mapping[str, Any] = {}  # the `user_config` applied last
         self._app_name = context.app_name
         self._hosted = hosted(kind, arguments, context.replica_id.unique_id, context.app_name)
         self._actor_id = self._hosted.actor_id
@@ -99,14 +91,11 @@ class ActorHost:
         self._failure = ""
         self._num_changes = 0
         self._child: ActorClient | None = None
-        self._child_name = ""
-        """The name of the incarnation started last."""
+        self._child_name = ""  # the name of the incarnation started last
         self._last_epoch = 0
         self._started_at = 0.0
-        self._standby: ActorIncarnation | None = None
-        """The manager's next incarnation, created and not started."""
-        self._num_uncounted = 0
-        """Children that were killed because they hung, and of which no manager knows yet."""
+        self._standby: ActorIncarnation | None = None  # the manager's next incarnation, created and not started
+        self._num_uncounted = 0  # children that were killed because they hung, and of which no manager knows yet
         self._changing = asyncio.Lock()
 
     async def reconfigure(self, live: Mapping[str, Any]) -> None:

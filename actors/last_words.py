@@ -34,18 +34,15 @@ from raydix.engine.core.types import ProcessName
 
 logger = logging.getLogger(__name__)
 
-_PROCESS = struct.Struct("<QQ")
-"""Id and start of the process, at the beginning of the file."""
+_PROCESS = struct.Struct("<QQ")  # id and start of the process, at the beginning of the file
+# A thread: its id in Python and in the kernel, and the number of ids and of their bytes that follow.
 _SLOT = struct.Struct("<QQII")
-"""A thread: its id in Python and in the kernel, and the number of ids and of their bytes that follow."""
 _SLOT_BYTES = 1 << 15
 _NUM_SLOTS = 4
-_MAX_AGE_S = 24 * 3600.0
-"""Age of the files of a dead process that the next worker of the node erases."""
+_MAX_AGE_S = 24 * 3600.0  # age of the files of a dead process that the next worker of the node erases
 _SIGNAL_STACK_BYTES = 1 << 16
 _CURRENT = "Current thread 0x"
-_ENDED = "raydix: "
-"""Beginning of an end that raydix itself wrote down."""
+_ENDED = "raydix: "  # beginning of an end that raydix itself wrote down
 
 
 def words_folder() -> Path:
@@ -68,8 +65,7 @@ class LastWords:
         _PROCESS.pack_into(self._memory, 0, own.pid, own.started)
         self._end = _end_file(folder, name).open("w")
         faulthandler.enable(self._end, all_threads=True)
-        self._slots: dict[int, int] = {}
-        """The place in the file of each thread, by Python's id."""
+        self._slots: dict[int, int] = {}  # the place in the file of each thread, by Python's id
         self._stacks: list[ctypes.Array[ctypes.c_char]] = []
         self._lock = threading.Lock()
         self.note(())  # the first place is the event loop's

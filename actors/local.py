@@ -18,8 +18,7 @@ from raydix.actors.process_metrics import ProcessMetrics
 from raydix.actors.rpc import Handle, ManagerClient, WorkerClient
 from raydix.actors.runtime import Words
 
-NODE = "local"
-"""The one node that all actors are on."""
+NODE = "local"  # the one node that all actors are on
 
 
 class LocalReference:

@@ -22,10 +22,9 @@ from typing import Any
 from raydix.configs.schema import LoggingSection
 from raydix.engine.core.errors import RaydixError
 
-SERVES_LOGGER = "ray.serve"
-"""Logger of Ray Serve in a replica."""
+SERVES_LOGGER = "ray.serve"  # logger of Ray Serve in a replica
+# raydix's own loggers, and asyncio's, which reports errors in tasks without a waiting caller.
 LOGGERS = ("asyncio", "raydix")
-"""raydix's own loggers, and asyncio's, which reports errors in tasks without a waiting caller."""
 DEFAULTS = LoggingSection()
 NO_FIELDS: Mapping[str, object] = {}
 

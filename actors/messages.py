@@ -10,18 +10,15 @@ from ray.exceptions import RayError
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.types import Adapter, AttemptName, BlockHash, EvictionReason, ProcessName, Role, SegmentHeader
 
+# Silence after which an ingress replica counts as gone, and its requests are given up everywhere.
 INGRESS_SILENCE_S = 10.0
-"""Silence after which an ingress replica counts as gone, and its requests are given up everywhere."""
 
-WORKER_SILENCE_S = 4.0
-"""Silence of a worker after which the manager forgets the worker until it registers again."""
+WORKER_SILENCE_S = 4.0  # silence of a worker after which the manager forgets the worker until it registers again
+# Seconds without a heartbeat after which a worker counts as silent if an ingress replica takes it for silent, too.
 DOUBTED_SILENCE_S = 2.0
-"""Seconds without a heartbeat after which a worker counts as silent if an ingress replica takes it for silent, too."""
 
-STARTING_REPORT_S = 1.0
-"""Interval at which a host tells the manager that its worker is starting."""
-STARTING_SILENCE_S = 5.0
-"""Silence of a host after which its worker does not count as starting any more."""
+STARTING_REPORT_S = 1.0  # interval at which a host tells the manager that its worker is starting
+STARTING_SILENCE_S = 5.0  # silence of a host after which its worker does not count as starting any more
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from raydix.engine.model.engine import Engine
     from raydix.engine.serving.accounting import FinishedRequest
 
-OUTCOMES = ("stop", "length", "aborted", "failed")
-"""Ways in which a request may end."""
+OUTCOMES = ("stop", "length", "aborted", "failed")  # ways in which a request may end
+# Errors whose counts begin at 0: an error's first occurrence shall enter a rate.
 COMMON_REFUSALS: tuple[type[RaydixError], ...] = (
     RequestError,
     AuthenticationError,
@@ -40,21 +40,19 @@ COMMON_REFUSALS: tuple[type[RaydixError], ...] = (
     BodyTooLargeError,
     OverloadedError,
 )
-"""Errors whose counts begin at 0: an error's first occurrence shall enter a rate."""
+# Label of the adapters that were loaded at run time, all together: clients and administrators name no metrics.
 LOADED = "loaded"
-"""Label of the adapters that were loaded at run time, all together: clients and administrators name no metrics."""
+# Kinds of holds that a process's watchdog finds: a turn of the event loop, the interpreter's lock.
 HOLDS = ("loop", "lock")
-"""Kinds of holds that a process's watchdog finds: a turn of the event loop, the interpreter's lock."""
-LOSSES = ("ended", "silent", "left")
-"""Reasons why the manager forgets a worker."""
+LOSSES = ("ended", "silent", "left")  # reasons why the manager forgets a worker
+# Kinds of requests, in OpenTelemetry's words (`raydix.engine.serving.accounting.operation_of`).
 OPERATIONS = ("chat", "text_completion", "embeddings")
-"""Kinds of requests, in OpenTelemetry's words (`raydix.engine.serving.accounting.operation_of`)."""
 DUTIES = (Role.PREFILL, Role.DECODE, Role.MIXED)
+# Bounds of numbers of tokens.
 _LENGTHS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000]
-"""Bounds of numbers of tokens."""
 _CHOICES = [1, 2, 5, 10, 20]
+# Bounds of the time between two tokens: finer where a reader notices.
 _GAPS_S = [0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0]
-"""Bounds of the time between two tokens: finer where a reader notices."""
 _LATENCY_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
 
 
@@ -288,8 +286,7 @@ class ManagerMetrics:
         self._hung.begin(kind=(*map(str, Role), MANAGER))
         self.duties([])
         self.wanted(0)
-        self._reported: dict[str, float] = {}
-        """Counts that were reported, by metric and value of its tag."""
+        self._reported: dict[str, float] = {}  # counts that were reported, by metric and value of its tag
 
     def look(self, directory: "Directory") -> None:
         """Report the state of the directory, and what its counts have grown by since the last look."""

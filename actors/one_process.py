@@ -25,8 +25,7 @@ from raydix.configs.tenants import TenantsFile
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.types import Role
 
-REGISTER_POLL_S = 0.005
-"""Interval between two looks whether the worker has registered."""
+REGISTER_POLL_S = 0.005  # interval between two looks whether the worker has registered
 
 
 class UnwantedError(Exception):

@@ -16,11 +16,10 @@ from typing import NamedTuple
 from raydix.engine.core.signs_of_life import SignsOfLife
 from raydix.engine.core.types import ProcessName
 
+# Share of a processor that a process has at least while it computes; idle threads of Ray use about a hundredth.
 MIN_SHARE = 0.05
-"""Share of a processor that a process has at least while it computes; idle threads of Ray use about a hundredth."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_STOPPED = "TtZXx"
-"""States of a process that does not run: stopped, traced, dead."""
+_STOPPED = "TtZXx"  # states of a process that does not run: stopped, traced, dead
 
 
 def own_process(node: str) -> ProcessName:
@@ -34,8 +33,8 @@ class ProcessWatch:
 
     def __init__(self, node: str) -> None:
         self._node = node
+        # Time of the last look at each process, in seconds, and the processor time until then, in ticks.
         self._used: dict[ProcessName, tuple[float, int]] = {}
-        """Time of the last look at each process, in seconds, and the processor time until then, in ticks."""
 
     def computes(self, process: ProcessName | None, now: float) -> bool:
         """True if a process has computed since the last look at it, or is about to. False for one that does not exist

@@ -20,8 +20,7 @@ from raydix.actors.process_metrics import ProcessMetrics
 from raydix.actors.rpc import Handle, ManagerClient, WorkerClient, find_manager
 from raydix.actors.watchdog import Watchdog
 
-OTHER_NODE_TIMEOUT_S = 1.0
-"""Limit of reading a process's last words on another node."""
+OTHER_NODE_TIMEOUT_S = 1.0  # limit of reading a process's last words on another node
 
 
 class Words(Protocol):

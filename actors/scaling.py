@@ -20,16 +20,11 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-POOL = "elastic"
-"""Name of the deployment."""
-WANTED = "raydix_wanted"
-"""Wanted number of workers."""
-MAY_SHRINK = "raydix_may_shrink"
-"""1 if the number may be lower than the present one."""
-ASK_S = 2.0
-"""Interval between two questions to a host."""
-KEPT_S = 10.0
-"""Age up to which a host sends its answers again; a fifth of this age is at least `ASK_S`."""
+POOL = "elastic"  # name of the deployment
+WANTED = "raydix_wanted"  # wanted number of workers
+MAY_SHRINK = "raydix_may_shrink"  # 1 if the number may be lower than the present one
+ASK_S = 2.0  # interval between two questions to a host
+KEPT_S = 10.0  # age up to which a host sends its answers again; a fifth of this age is at least `ASK_S`
 STALE_S = 10.0
 
 

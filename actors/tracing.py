@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-MAX_SPANS = 20_000
-"""Spans of one recording, some megabytes; those that come later are only counted."""
+MAX_SPANS = 20_000  # spans of one recording, some megabytes; those that come later are only counted
 
 
 NUM_READINGS = 5

@@ -28,13 +28,11 @@ from raydix.engine.core.log_fields import about
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.05
-LONG_S = 0.05
-"""Processor time of a turn of the event loop, and of a hold of the lock, above which it is reported."""
-QUIET_S = 1.0
-"""Shortest time between two lines in the log."""
+LONG_S = 0.05  # processor time of a turn of the event loop, and of a hold of the lock, above which it is reported
+QUIET_S = 1.0  # shortest time between two lines in the log
+# Processor time of the loop's thread in an interval from which on turns are measured. Also that of the process up to
+# which the threads' clocks are not read again: a hold that follows seems longer by less than this.
 BUSY_S = 0.01
-"""Processor time of the loop's thread in an interval from which on turns are measured. Also that of the process up to
-which the threads' clocks are not read again: a hold that follows seems longer by less than this."""
 
 
 @dataclass(frozen=True, slots=True)

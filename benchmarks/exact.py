@@ -41,20 +41,18 @@ from benchmarks.mixed_bodies import (
 from benchmarks.served import Server, running
 
 TIMEOUT_S = 300.0
+# Requests that run at the same time. Workers make drafts where few do: beside many rows drafts would not pay.
 CROWD, FEW = 24, 3
-"""Requests that run at the same time. Workers make drafts where few do: beside many rows drafts would not pay."""
-BETWEEN_KILLS = 12
-"""Answers between the return of a killed worker and the next kill."""
-VICTIMS = ("DecodeWorker", "PrefillWorker")
-"""Workers that are killed, in turns."""
+BETWEEN_KILLS = 12  # answers between the return of a killed worker and the next kill
+VICTIMS = ("DecodeWorker", "PrefillWorker")  # workers that are killed, in turns
 NUM_WORKERS = len(VICTIMS)
 LIMITS = {"token_budget": 256, "max_requests": 32}
+# Counts of the circumstances, and the server's counters of them.
 COUNTERS = {
     "cached_tokens": "raydix_cache_hit_tokens",
     "drafted_tokens": "raydix_accepted_draft_tokens",
     "failovers": "raydix_failovers",
 }
-"""Counts of the circumstances, and the server's counters of them."""
 
 
 def split(folder: Path) -> dict[str, Any]:
@@ -63,13 +61,13 @@ def split(folder: Path) -> dict[str, Any]:
     return {"model": {"max_model_len": 2048}, "cache": cache, "workers": {"prefill": LIMITS, "decode": LIMITS}}
 
 
+# Nothing is cached, guessed, moved or split.
 PLAIN: dict[str, Any] = {
     "model": {"max_model_len": 2048},
     "cache": {"prefix_caching": False, "num_blocks": 2000},
     "speculation": {"mode": "off"},
     "workers": {"mixed": LIMITS},
 }
-"""Nothing is cached, guessed, moved or split."""
 
 
 @dataclass(slots=True)

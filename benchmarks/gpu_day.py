@@ -35,8 +35,7 @@ from raydix.engine.model.tokenizer import Tokenizer
 from raydix.engine.model.weights import RandomTensors
 
 ROOT = Path(__file__).parents[1]
-TENSORS_PER_FILE = 60
-"""Tensors of one file of weights."""
+TENSORS_PER_FILE = 60  # tensors of one file of weights
 
 
 class StageError(Exception):
@@ -70,9 +69,9 @@ class DayLoad:
 
 COLD_S = 180.0
 WARM_S = 30.0
+# What the `serve` stage expects: seconds until the server answers, and the deterministic mode's speed in tokens per
+# second as a share of the fast mode's.
 DETERMINISTIC_SHARE = 0.9
-"""What the `serve` stage expects: seconds until the server answers, and the deterministic mode's speed in tokens per
-second as a share of the fast mode's."""
 LOADS = (DayLoad(1, 1024, 128), DayLoad(64, 1024, 128), DayLoad(256, 384, 128), DayLoad(1, PROMPT - 64, 1))
 
 

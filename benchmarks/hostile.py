@@ -46,21 +46,15 @@ from raydix.engine.model.sources import DEFAULT_MODEL, model_name
 MODEL = model_name(DEFAULT_MODEL)
 NUM_STREAMS = 8
 MIB = 1 << 20
-BODY_BYTES = 4 * MIB - 4096
-"""Just below the default limit."""
-GAP_ENDS_S = 0.3
-"""Time behind an answer in which a gap that it has caused ends."""
+BODY_BYTES = 4 * MIB - 4096  # just below the default limit
+GAP_ENDS_S = 0.3  # time behind an answer in which a gap that it has caused ends
 QUIET_S = 3.0
-SETTLE_S = 10.0
-"""Time behind the last body, or a crowd, after which memory is measured."""
-HELPER_NAME = "raydix kernels"
-"""Name of a thread that helps the engine's to compute (`kernels/cpp/team.cpp`)."""
+SETTLE_S = 10.0  # time behind the last body, or a crowd, after which memory is measured
+HELPER_NAME = "raydix kernels"  # name of a thread that helps the engine's to compute (`kernels/cpp/team.cpp`)
 COUNTED = ("raydix_failovers_total", "raydix_holds_total")
-BASELINE_EVERY = 50
-"""Bodies between two measurements of the baseline."""
+BASELINE_EVERY = 50  # bodies between two measurements of the baseline
 HALF_SENT = 4200
-ATTACKER = "127.0.0.2"
-"""Another address of this machine, as connections are counted by address."""
+ATTACKER = "127.0.0.2"  # another address of this machine, as connections are counted by address
 
 
 @dataclass(frozen=True)
@@ -159,6 +153,7 @@ def completion(prompt: Any) -> tuple[str, bytes]:
 
 
 EMPTY = {"role": "user", "content": ""}
+# Crowds by name: number of clients that send at the same time, and the request of each.
 CROWDS: dict[str, tuple[int, Callable[[], tuple[str, bytes]]]] = {
     "empty-messages": (1, lambda: chat([EMPTY] * 109_000)),
     "empty-messages-16": (16, lambda: chat([EMPTY] * 109_000)),
@@ -170,7 +165,6 @@ CROWDS: dict[str, tuple[int, Callable[[], tuple[str, bytes]]]] = {
     "token-ids-8": (8, lambda: completion([7] * (BODY_BYTES // 2 - 100))),
     "many-short": (200, lambda: completion("7" * 3900)),
 }
-"""Crowds by name: number of clients that send at the same time, and the request of each."""
 
 
 @contextmanager
@@ -224,8 +218,8 @@ class Way:
     def __init__(self, server: psutil.Process) -> None:
         self.ingress = found(server, "ServeReplica:raydix:ingress")
         self.worker = found(server, "MixedWorker")
+        # Times of the worker's threads that compute the model: the engine's, and those that help it.
         self._computing: list[Path] = []
-        """Times of the worker's threads that compute the model: the engine's, and those that help it."""
 
     def processes(self) -> list[psutil.Process]:
         return [self.worker] if self.worker == self.ingress else [self.ingress, self.worker]

@@ -17,17 +17,12 @@ Schema = Mapping[str, Any]
 Value = tuple[str, Any]
 """A value, behind a label that says what is extreme in it."""
 
-ROOM = 4096
-"""Bytes of a body for everything but the field at its limit."""
-DEPTH = 20_000
-"""Levels of a deep value: above what any recursive reader takes."""
-NESTED = 6
-"""Levels at which fields of objects in objects are still told apart."""
+ROOM = 4096  # bytes of a body for everything but the field at its limit
+DEPTH = 20_000  # levels of a deep value: above what any recursive reader takes
+NESTED = 6  # levels at which fields of objects in objects are still told apart
 UNBOUNDED = 1 << 62
-SMALL_DEPTH = 24
-"""Levels of a deep value that readers do take."""
-READ_DEPTH = 900
-"""Levels that orjson reads, up to 1,024, and does not write, beyond 254."""
+SMALL_DEPTH = 24  # levels of a deep value that readers do take
+READ_DEPTH = 900  # levels that orjson reads, up to 1,024, and does not write, beyond 254
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,10 +320,11 @@ def _long_pattern(num_bytes: int) -> dict[str, Any]:
     return {"type": "string", "pattern": "(a|b)*" * min(num_bytes // 8, 10_000)}
 
 
+# Fields that multiply an answer: their work depends on its length.
 ANSWER_SIZES = {"n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "max_tokens"}
-"""Fields that multiply an answer: their work depends on its length."""
+# Fields that a route takes and its schema leaves out, under which its answers end soon.
 BESIDE = {"/v1/chat/completions/batch": {"max_tokens": 16}}
-"""Fields that a route takes and its schema leaves out, under which its answers end soon."""
+# The `type` of the object in which a field is read.
 KIND = {
     "json_schema": "json_schema",
     "schema": "json_schema",
@@ -342,7 +338,6 @@ KIND = {
     "arguments": "function_call",
     "output": "function_call_output",
 }
-"""The `type` of the object in which a field is read."""
 ANY_TEXT: dict[str, Callable[[int], str]] = {
     "letters": _again("a"),
     "lines": _again("\n"),
@@ -368,6 +363,7 @@ SCHEMA_TEXTS: dict[str, Callable[[int], str]] = {
     "deep schema": lambda length: json.dumps(_deep_schema(length)),
     "alternatives": lambda length: json.dumps(_alternatives(length - 64)),
 }
+# Texts by the name of a field that has a language of its own.
 TEXTS: dict[str, dict[str, Callable[[int], str]]] = {
     "grammar": GRAMMARS,
     "ebnf": GRAMMARS,
@@ -385,12 +381,11 @@ TEXTS: dict[str, dict[str, Callable[[int], str]]] = {
     },
     "arguments": {"deep JSON": lambda length: "[" * (length // 2) + "]" * (length // 2)},
 }
-"""Texts by the name of a field that has a language of its own."""
 OBJECT_SCHEMAS: dict[str, Callable[[int], Any]] = {
     "wide schema": _wide_schema,
     "deep schema": _deep_schema,
     "alternatives": _alternatives,
     "long pattern": _long_pattern,
 }
+# Objects by the name of a field that is a schema.
 OBJECTS = dict.fromkeys(("json", "schema", "parameters", "input_schema", "structural_tag"), OBJECT_SCHEMAS)
-"""Objects by the name of a field that is a schema."""

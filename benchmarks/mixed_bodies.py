@@ -14,8 +14,7 @@ import aiohttp
 
 from benchmarks.words import WORDS
 
-SHARED = 4
-"""Bodies of a kind in a row whose prompts begin alike."""
+SHARED = 4  # bodies of a kind in a row whose prompts begin alike
 TOOL = {
     "type": "function",
     "function": {
@@ -98,6 +97,7 @@ def _message(kind: str, number: int, size: int) -> tuple[str, dict[str, Any]]:
 
 
 Maker = Callable[[str, int, int], tuple[str, dict[str, Any]]]
+# Kinds of bodies. All but the last generate.
 KINDS: Mapping[str, Maker] = {
     "completion": lambda *of: _completion(*of, **GREEDY),
     "sampled completion": lambda *of: _completion(*of, **SAMPLED),
@@ -119,7 +119,6 @@ KINDS: Mapping[str, Maker] = {
     "message": _message,
     "embedding": lambda kind, number, size: ("/v1/embeddings", {"input": prompt(kind, number, size)}),
 }
-"""Kinds of bodies. All but the last generate."""
 GENERATED = [kind for kind in KINDS if kind != "embedding"]
 
 

@@ -34,8 +34,7 @@ from raydix.engine.model.runner import ModelRunner
 from raydix.engine.model.weights import RandomTensors
 
 NUM_LAYERS = 32
-DECODES = ((1, 1024), (64, 1024), (256, 512))
-"""Sequences of a decoding step, and tokens of each."""
+DECODES = ((1, 1024), (64, 1024), (256, 512))  # sequences of a decoding step, and tokens of each
 PROMPT = 8192
 # Relative norm of the difference that another order of summation makes to what logits are made of, after all layers.
 LIMIT = 5e-2

@@ -41,8 +41,7 @@ from raydix.engine.core.worker.block_pool import BlockPool
 RATES = {"prefill_rate": 10_000.0, "decode_step_ms": 20.0, "handover_gib_per_s": 10.0}
 KV_KIB_PER_TOKEN = 128.0
 TOKEN_BUDGET = 512
-EVERY_S = 0.5
-"""Seconds between two lines of progress."""
+EVERY_S = 0.5  # seconds between two lines of progress
 
 
 def replay(

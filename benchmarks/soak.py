@@ -43,13 +43,11 @@ from benchmarks.mixed_bodies import (
 )
 
 MIB = 1 << 20
-NUM_WORDS, NUM_TOKENS = (20, 300), (6, 20)
-"""Bounds of the words of prompts and of the tokens of answers."""
+NUM_WORDS, NUM_TOKENS = (20, 300), (6, 20)  # bounds of the words of prompts and of the tokens of answers
+# Requests that may be asked again: more than the pool holds, so that some find their blocks and others do not.
 REMEMBERED = 400
-"""Requests that may be asked again: more than the pool holds, so that some find their blocks and others do not."""
 BATCH_LINES = 6
-EXTRA = ("batch", "left stream", "chained response")
-"""Kinds of requests beside those of `mixed_bodies`."""
+EXTRA = ("batch", "left stream", "chained response")  # kinds of requests beside those of `mixed_bodies`
 TIMEOUT_S = 300.0
 SETTLE_S = 120.0
 

@@ -32,8 +32,8 @@ import psutil
 from benchmarks.command import begin, command_parser, markdown
 from raydix.cli.cluster import free_port
 
+# Environment variable by which a process of the server is known, also under another parent.
 MARK = "RAYDIX_BENCHMARK_START"
-"""Environment variable by which a process of the server is known, also under another parent."""
 LOOK_S = 0.1
 READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
@@ -59,8 +59,7 @@ class Watch:
     def __init__(self, mark: str, root: int, began_at: float) -> None:
         self._mark = mark
         self._root = root
-        self._began_at = began_at
-        """Seconds since the epoch."""
+        self._began_at = began_at  # seconds since the epoch
         self._foreign: set[tuple[int, float]] = set()
         self.seen: dict[tuple[int, float], Seen] = {}
         """Processes by process id and start."""

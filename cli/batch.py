@@ -25,10 +25,8 @@ from raydix.engine.batches.offline import BatchFiles, BatchSummary, look_at
 from raydix.engine.core.batches.batch_run import Progress as LinesDone
 from raydix.engine.core.errors import RequestError, StartupError
 
-LOOK_S = 0.25
-"""Pause between two looks for an interruption."""
-OWN_CONCURRENCY = 64
-"""Running lines at a server without other clients."""
+LOOK_S = 0.25  # pause between two looks for an interruption
+OWN_CONCURRENCY = 64  # running lines at a server without other clients
 SOME_FAILED, INTERRUPTED = 1, 130
 
 

@@ -33,8 +33,7 @@ from raydix.engine.core.errors import StartupError
 Message: TypeAlias = dict[str, str]
 
 CONNECT_TIMEOUT_S = 10.0
-MAX_LINE_BYTES = 1 << 20
-"""Longest line of a stream; a server may put many tokens, with their data, into one event."""
+MAX_LINE_BYTES = 1 << 20  # longest line of a stream; a server may put many tokens, with their data, into one event
 
 COMMAND = re.compile(r"/\w*")
 COMMANDS = "/help lists the commands"
@@ -104,8 +103,7 @@ class ChatScreen:
         self._max_tokens = max_tokens
         self._temperature = temperature
         self._messages = list(self._beginning)
-        self._answer_id = ""
-        """Id of the last answer, by which the server explains it; empty before the first one."""
+        self._answer_id = ""  # id of the last answer, by which the server explains it; empty before the first one
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._has_failed = False
 

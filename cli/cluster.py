@@ -35,22 +35,19 @@ from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import GIB
 
 APP_NAME = "raydix"
-LOCAL_NAMES = ("localhost",)
-"""Host names of a server on a loopback address, unless the configuration names others."""
-STORE_RESERVE_GIB = 0.5
-"""Object store beyond the exported KV: segments in flight, and Ray's own objects."""
-MAX_NAMED = 10
-"""Tenants that a line on the screen names."""
+LOCAL_NAMES = ("localhost",)  # host names of a server on a loopback address, unless the configuration names others
+STORE_RESERVE_GIB = 0.5  # object store beyond the exported KV: segments in flight, and Ray's own objects
+MAX_NAMED = 10  # tenants that a line on the screen names
 READY_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 10.0
+# Ports for a server's own parts: above Ray's workers', below Linux's and others' outgoing connections.
 FIRST_OWN_PORT, LAST_OWN_PORT = 20_000, 32_767
-"""Ports for a server's own parts: above Ray's workers', below Linux's and others' outgoing connections."""
 OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# Interval between two lists of the cluster's processes: children of a dead raylet have another parent and are not found
+# then.
 CENSUS_S = 5.0
-"""Interval between two lists of the cluster's processes: children of a dead raylet have another parent and are not
-found then."""
+# Processes of Ray without which the cluster cannot live: nothing starts them again.
 IRREPLACEABLE = ("gcs_server", "raylet")
-"""Processes of Ray without which the cluster cannot live: nothing starts them again."""
 
 SERVE_SWITCHES = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -96,18 +93,19 @@ reports them, go out each second; Ray keeps no times of its event loops' handler
 objects to collect, idle workers, a full disk, standing event loops and tasks that wait for a worker, none of which a
 request needs."""
 
+# Ports that Serve opens besides its front end; free ones, so that two servers fit on one machine. The fallback answers
+# while no ingress replica is known to be healthy.
 SERVE_PORTS = (
     "RAY_SERVE_HAPROXY_METRICS_PORT",
     "RAY_SERVE_HAPROXY_STATS_PORT",
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
 )
-"""Ports that Serve opens besides its front end; free ones, so that two servers fit on one machine. The fallback answers
-while no ingress replica is known to be healthy."""
+# Ports at which HAProxy finds the ingress replicas. All of Serve's instances begin at the same port and share ports, so
+# without ranges of their own two servers would get each other's requests.
 REPLICA_PORTS = ("RAY_SERVE_DIRECT_INGRESS_{}_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_{}_GRPC_PORT")
-"""Ports at which HAProxy finds the ingress replicas. All of Serve's instances begin at the same port and share ports,
-so without ranges of their own two servers would get each other's requests."""
 NUM_REPLICA_PORTS = 200
+# Folder of HAProxy's state and command socket: one of its own for each server, for the same reason.
 HAPROXY_FILES = {
     "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
     "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
@@ -115,7 +113,8 @@ HAPROXY_FILES = {
     "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
     "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": "metrics.sock",
 }
-"""Folder of HAProxy's state and command socket: one of its own for each server, for the same reason."""
+# A program that waits for the end of the process which started it, then ends HAProxy and removes its folder. Ray's
+# processes notice the end by themselves; HAProxy would go on and keep the port.
 REAPER = """
 import contextlib, psutil, shutil, sys
 folder = sys.argv[1]
@@ -126,8 +125,6 @@ for process in psutil.process_iter(["cmdline"]):
             process.kill()
 shutil.rmtree(folder, ignore_errors=True)
 """
-"""A program that waits for the end of the process which started it, then ends HAProxy and removes its folder. Ray's
-processes notice the end by themselves; HAProxy would go on and keep the port."""
 
 
 class ClusterDiedError(Exception):
@@ -142,8 +139,8 @@ class LocalCluster:
         self._reaper: subprocess.Popen[bytes] | None = None
         self._template: WorkerTemplate | None = None
         self._store_pages: StorePages | None = None
+        # Processes of the cluster found by any census that have not ended.
         self._processes: dict[int, psutil.Process] = {}
-        """Processes of the cluster found by any census that have not ended."""
         self._irreplaceable: dict[str, psutil.Process] = {}
         self._listed_at = -CENSUS_S
         for name, value in SERVE_SWITCHES.items():

@@ -30,8 +30,7 @@ from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import GIB
 
 CONNECT_TIMEOUT_S = 5.0
-PROGRESS_S = 15.0
-"""Interval between two lines about a deployment that takes long."""
+PROGRESS_S = 15.0  # interval between two lines about a deployment that takes long
 SERVER_KEYS = tuple(key.removeprefix("http.") for key, effect in KEYS.items() if effect is Effect.SERVER)
 
 
@@ -136,8 +135,8 @@ def as_served(config: Config, running: HttpSection | None) -> Config:
     return config.model_copy(update={"http": config.http.model_copy(update=kept)})
 
 
+# Keys that `raydix serve` sizes from its machine where they have no value.
 SIZES: Mapping[str, tuple[str, ...]] = {"model": ("max_model_len",), "cache": ("pool_gib", "num_blocks")}
-"""Keys that `raydix serve` sizes from its machine where they have no value."""
 
 
 def with_sizes(config: Config, running: Config | None) -> Config:

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from raydix.engine.core.errors import StartupError
 
 MOST_OF_CLIENTS = 4096
-OWN = 64
-"""Descriptors of HAProxy beside its connections: listeners, checks of the ingress replicas."""
-LEAST = 256
-"""Least limit: a process of Ray's has up to 90 files open before the first request."""
+OWN = 64  # descriptors of HAProxy beside its connections: listeners, checks of the ingress replicas
+LEAST = 256  # least limit: a process of Ray's has up to 90 files open before the first request
 
 
 @dataclass(frozen=True, slots=True)

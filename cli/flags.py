@@ -16,6 +16,7 @@ from raydix.configs.schema import Config
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.tenants import key_hash
 
+# Keys by their options; `*` stands for each role of workers.
 FLAGS: Mapping[str, str] = {
     "--max-model-len": "model.max_model_len",
     "--dtype": "model.dtype",
@@ -26,15 +27,13 @@ FLAGS: Mapping[str, str] = {
     "--token-budget": "workers.*.token_budget",
     "--workers": "workers.*.replicas",
 }
-"""Keys by their options; `*` stands for each role of workers."""
+# Roles of workers by the values of `--role`.
 ROLES: Mapping[str, tuple[str, ...]] = {
     "mixed": ("mixed",),
     "prefill-decode": ("prefill", "decode"),
     "elastic": ("elastic",),
 }
-"""Roles of workers by the values of `--role`."""
-ONE_TENANT = "default"
-"""The tenant of `--api-key`."""
+ONE_TENANT = "default"  # the tenant of `--api-key`
 
 
 def add_flags(command: argparse.ArgumentParser) -> None:

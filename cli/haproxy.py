@@ -33,15 +33,15 @@ DEFAULTS = {HEADER_TIMEOUT: "5", CONNECTIONS: "1024"}
 
 LOOPBACK = re.compile(r"127\.|::1\b|\[::1\]|localhost\b")
 EVERY_ADDRESS = re.compile(r"(?<=bind )\*?:")
+# Lines of Serve that raydix's replace; and splicing, with which HAProxy 2.8 misses one in four clients that leave while
+# they wait, and keeps a core busy until the answer comes.
 LEFT_OUT = re.compile(r"\s*(errorfile|timeout http-request|option splice-re\w+)\b")
-"""Lines of Serve that raydix's replace; and splicing, with which HAProxy 2.8 misses one in four clients that leave
-while they wait, and keeps a core busy until the answer comes."""
 RETRY_AFTER_S = 1
-NO_PATH = "backend default_backend"
-"""First line of the section for paths of no application."""
+NO_PATH = "backend default_backend"  # first line of the section for paths of no application
+# Connections that wait in the kernel until others end. By default these would be as many as may be open.
 BACKLOG = 4096
-"""Connections that wait in the kernel until others end. By default these would be as many as may be open."""
 
+# HAProxy's own answers: for each of its statuses, the status sent instead, with reason, type, code and message.
 ERRORS = {
     403: (403, "Forbidden", "permission_error", "permission_denied", "The request was refused."),
     413: (413, "Payload Too Large", "invalid_request_error", "body_too_large", "The request is too large."),
@@ -50,7 +50,6 @@ ERRORS = {
     503: (503, "Service Unavailable", "server_error", "service_unavailable", "No part of the server is ready."),
     504: (503, "Service Unavailable", "server_error", "service_unavailable", "The server did not answer in time."),
 }
-"""HAProxy's own answers: for each of its statuses, the status sent instead, with reason, type, code and message."""
 
 
 def main() -> None:

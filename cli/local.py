@@ -26,14 +26,11 @@ from raydix.engine.model.sources import resolve_model
 if TYPE_CHECKING:
     import uvicorn
 
-STREAMS_S = 2
-"""Time that running answers have after a signal; a second signal does not wait for them."""
-LOOK_S = 0.02
-"""Interval between two looks whether the server listens."""
+STREAMS_S = 2  # time that running answers have after a signal; a second signal does not wait for them
+LOOK_S = 0.02  # interval between two looks whether the server listens
+# Loggers of the events that the terminal can show.
 EVENT_LOGGERS = ("raydix.engine.serving.accounting", "raydix.engine.serving.load_log")
-"""Loggers of the events that the terminal can show."""
-MAX_HEAD = 32 << 10
-"""Bytes of a request's line and headers; HAProxy takes as many."""
+MAX_HEAD = 32 << 10  # bytes of a request's line and headers; HAProxy takes as many
 
 
 def run(options: argparse.Namespace) -> int:

@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 POLL_S = 0.5
-MAX_LINES = 20
-"""Shown of one look at the files; how many more there were is said in a line."""
+MAX_LINES = 20  # shown of one look at the files; how many more there were is said in a line
+# A line of the configuration's `logging.format: text`: time, message and event.
 _TEXT_LINE = re.compile(r"\S*T(\d\d:\d\d:\d\d)\S* INFO \S+ \d+: (.*) \[\S+ event=(\w+).*\]")
-"""A line of the configuration's `logging.format: text`: time, message and event."""
 PATTERN = "raydix-*.log"
-LOAD, REQUEST = "load", "request"
-"""Events that are shown where they are asked for."""
+LOAD, REQUEST = "load", "request"  # events that are shown where they are asked for
 SHOWN_LEVELS = frozenset({"WARNING", "ERROR", "CRITICAL"})
 
 
@@ -91,8 +89,7 @@ class FollowedFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: int | None = None
-        self._rest = b""
-        """Beginning of a line whose end is not written yet."""
+        self._rest = b""  # beginning of a line whose end is not written yet
 
     def new_lines(self) -> Iterator[str]:
         """Return the lines completed since the last call."""

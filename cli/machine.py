@@ -7,8 +7,8 @@ from raydix.configs.choose import Machine
 from raydix.engine.core.settings import GIB
 from raydix.engine.model.host_memory import CGROUP, OWN_GROUP, host_memory
 
+# Files that CUDA's driver needs, on Linux and in Linux below Windows: without any there is no GPU for torch to see.
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Files that CUDA's driver needs, on Linux and in Linux below Windows: without any there is no GPU for torch to see."""
 
 
 def this_machine(cgroup: Path = CGROUP, own_group: Path = OWN_GROUP) -> Machine:

@@ -14,10 +14,9 @@ from raydix.engine.model.families import FAMILIES
 from raydix.engine.model.families.family import Family
 from raydix.engine.model.families.refused import REFUSED
 
-REST_GIB = 0.5
-"""Memory of one step's results and of KV for some thousand tokens, about."""
+REST_GIB = 0.5  # memory of one step's results and of KV for some thousand tokens, about
+# Approximate bytes of one parameter: in int8 the table of embeddings stays in bfloat16.
 BYTES = {"bfloat16": 2.0, "int8": 1.1}
-"""Approximate bytes of one parameter: in int8 the table of embeddings stays in bfloat16."""
 
 
 def run(*, markdown: bool = False) -> int:

@@ -28,15 +28,13 @@ Attempt: TypeAlias = Mapping[str, Any]
 
 LAST = "last"
 MAX_EVENT_BYTES = 4 << 20
+# Seconds without a byte after which a server counts as gone; into a quiet stream it sends a sign of life each 10 s.
 READ_TIMEOUT_S = 60.0
-"""Seconds without a byte after which a server counts as gone; into a quiet stream it sends a sign of life each 10 s."""
-STRIP_BLOCKS = 4
-"""Lines of a strip, at most; a block of a longer prompt shares its character with others."""
-WIDE = 110
-"""Columns of a terminal from which on a table has all of its own."""
+STRIP_BLOCKS = 4  # lines of a strip, at most; a block of a longer prompt shares its character with others
+WIDE = 110  # columns of a terminal from which on a table has all of its own
 NUM_NARROW = 5
-SHOWN_BEFORE, SHOWN_BEHIND = 40, 60
-"""Characters of prompts around the place where they part."""
+SHOWN_BEFORE, SHOWN_BEHIND = 40, 60  # characters of prompts around the place where they part
+# Colours of sources; other tokens were computed.
 COLOURS = {
     "local": "green",
     "worker": "blue",
@@ -48,7 +46,6 @@ COLOURS = {
     "diverged": "yellow",
     "reasoning_left_out": "yellow",
 }
-"""Colours of sources; other tokens were computed."""
 COMPUTED = "dark_orange"
 
 

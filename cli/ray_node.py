@@ -30,10 +30,9 @@ from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 
+# Parameters of Ray's node.
 AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-"""Parameters of Ray's node."""
-START = "start_raylet"
-"""Method of Ray's node that starts its raylet."""
+START = "start_raylet"  # method of Ray's node that starts its raylet
 
 
 @contextmanager
@@ -62,12 +61,12 @@ def with_agent_ports(free_port: Callable[[], int]) -> Iterator[None]:
         setattr(Node, START, start_raylet)
 
 
+# Methods of Ray's node that start these processes. There is no public way to leave them out.
 SPARED = (
     "start_monitor",  # asks a cloud for more machines
     "start_api_server",  # the dashboard's, started even without the dashboard; reports usage statistics, which are off
     "start_log_monitor",  # sends what workers print to programs that want it; `raydix` has log files instead
 )
-"""Methods of Ray's node that start these processes. There is no public way to leave them out."""
 
 
 @contextmanager
@@ -88,8 +87,7 @@ def without_spare_processes() -> Iterator[None]:
 def _start_nothing(*_: object, **__: object) -> None: ...
 
 
-TOKEN_FILE = Path(".ray") / "auth_token"
-"""Path under the user's home at which Ray looks for the token."""
+TOKEN_FILE = Path(".ray") / "auth_token"  # path under the user's home at which Ray looks for the token
 TOKEN_BYTES = 32
 OWNER_ONLY = 0o600
 
@@ -164,12 +162,10 @@ def _modules(traceback: TracebackType | None) -> Iterator[str]:
         traceback = traceback.tb_next
 
 
-STORE = "/dev/shm/plasma"
-"""Beginning of the name of the store's file, which Ray removes once it is open."""
+STORE = "/dev/shm/plasma"  # beginning of the name of the store's file, which Ray removes once it is open
+# Taken by one call of the system, which ends some milliseconds later also where other processes leave little time.
 PIECE_BYTES = 1 << 20
-"""Taken by one call of the system, which ends some milliseconds later also where other processes leave little time."""
-LOWEST = 19
-"""Niceness of the thread: requests go first."""
+LOWEST = 19  # niceness of the thread: requests go first
 
 
 class StorePages:

@@ -27,10 +27,9 @@ from raydix.engine.api.answer_digest import LEFT, Digest, digest_of, name_in
 from raydix.engine.api.reconnecting import BEGINNING, HEADER
 from raydix.engine.core.errors import StartupError
 
-ID = re.compile(r"[\w.:-]{8,}", re.ASCII)
-"""Any word of a body that may be the id of an answer."""
+ID = re.compile(r"[\w.:-]{8,}", re.ASCII)  # any word of a body that may be the id of an answer
+# Statuses that depend on the other requests of the moment, and so are not compared.
 LOADED = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
-"""Statuses that depend on the other requests of the moment, and so are not compared."""
 DIFFERENT = 1
 
 Send: TypeAlias = Callable[[str, Mapping[str, str], bytes], Awaitable[tuple[int, bytes]]]

@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 from raydix.cli.flags import given
 
 POLL_S = 0.25
+# Environment variable with the supervisor's process id: a server whose parent has another id ends.
 SUPERVISOR = "RAYDIX_SUPERVISOR"
-"""Environment variable with the supervisor's process id: a server whose parent has another id ends."""
-CANNOT_START = 2
-"""Exit code of a server whose configuration, model or port cannot be used."""
+CANNOT_START = 2  # exit code of a server whose configuration, model or port cannot be used
 GIVEN_UP = 1
 MAX_FAILURES = 5
-WINDOW_S = 600.0
-"""Period in which `MAX_FAILURES` failures make the supervisor give up."""
+WINDOW_S = 600.0  # period in which `MAX_FAILURES` failures make the supervisor give up
 FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 30.0
 

@@ -43,16 +43,12 @@ from raydix.engine.model.sources import computes_nothing, has_chat_template, mod
 
 logger = logging.getLogger(__name__)
 
-ONE_WORKER = "mixed"
-"""Role of the only worker of a server in one process."""
-POLL_S = 0.25
-"""Interval between two checks of the cluster's life."""
-CLUSTER_DIED = 1
-"""Exit code."""
+ONE_WORKER = "mixed"  # role of the only worker of a server in one process
+POLL_S = 0.25  # interval between two checks of the cluster's life
+CLUSTER_DIED = 1  # exit code
+# Where Ray puts the object store on Linux. Docker gives a container 64 MiB of it unless told otherwise.
 SHARED_MEMORY = Path("/dev/shm")
-"""Where Ray puts the object store on Linux. Docker gives a container 64 MiB of it unless told otherwise."""
-SLOW_STORE = "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE"
-"""Ray's own variable for an object store on the disk."""
+SLOW_STORE = "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE"  # Ray's own variable for an object store on the disk
 
 
 @dataclass(frozen=True, slots=True)

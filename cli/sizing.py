@@ -27,22 +27,18 @@ from raydix.engine.model.sizes import (
     weight_bytes,
 )
 
+# Memory of Ray's processes, Serve's controller and HAProxy, the manager with its standby, and the command itself.
 SERVER_GIB = 1.5
-"""Memory of Ray's processes, Serve's controller and HAProxy, the manager with its standby, and the command itself."""
-INGRESS_GIB = 0.75
-"""Memory of an ingress replica and its readers."""
-WORKER_GIB = 0.75
-"""Memory of a worker besides the model, and of its host."""
+INGRESS_GIB = 0.75  # memory of an ingress replica and its readers
+WORKER_GIB = 0.75  # memory of a worker besides the model, and of its host
+# Shares of a worker's free memory that its pool takes, and may take for one longest request. The rest is the machine's:
+# page cache, peaks while weights are laid out, other programs.
 POOL_SHARE, MOST_SHARE = 0.5, 0.8
-"""Shares of a worker's free memory that its pool takes, and may take for one longest request. The rest is the
-machine's: page cache, peaks while weights are laid out, other programs."""
+# Share of a GPU's memory that is counted on, below what a worker may take (`raydix.engine.model.device_memory.SHARE`).
 GPU_SHARE = 0.85
-"""Share of a GPU's memory that is counted on, below what a worker may take
-(`raydix.engine.model.device_memory.SHARE`)."""
-GPU_CONTEXT_GIB = 0.75
-"""Memory of CUDA's context and of graphs."""
+GPU_CONTEXT_GIB = 0.75  # memory of CUDA's context and of graphs
+# Tokens below which a longest request is too short to be worth starting, unless the model's own context is shorter.
 LEAST_LEN = 1024
-"""Tokens below which a longest request is too short to be worth starting, unless the model's own context is shorter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from raydix.actors.processes import TICKS_PER_S, stat_of
 
-INTERVAL_S = 5.0
-"""Longest silence without a terminal while a command waits."""
+INTERVAL_S = 5.0  # longest silence without a terminal while a command waits
 
 
 def age_s() -> float:

@@ -16,18 +16,15 @@ import resource
 import struct
 import sys
 
-TEMPLATE = "RAYDIX_WORKER_TEMPLATE"
-"""Environment variable: socket of the template of workers."""
+TEMPLATE = "RAYDIX_WORKER_TEMPLATE"  # environment variable: socket of the template of workers
+# Environment variable: the folder of the programs that Ray itself starts workers with.
 RAYS_PROGRAMS = "RAYDIX_RAYS_WORKER_PROGRAMS"
-"""Environment variable: the folder of the programs that Ray itself starts workers with."""
-RAYLET_PID = "RAY_RAYLET_PID"
-"""Environment variable: the raylet, which starts this program."""
+RAYLET_PID = "RAY_RAYLET_PID"  # environment variable: the raylet, which starts this program
+# The program that sets the environment of a worker up, and the worker itself.
 SETUP, WORKER = "setup_worker.py", "default_worker.py"
-"""The program that sets the environment of a worker up, and the worker itself."""
-FRAME = struct.Struct("!Q")
-"""Length of the marshalled message that follows, in bytes."""
+FRAME = struct.Struct("!Q")  # length of the marshalled message that follows, in bytes
+# Arguments of the program that sets up the environment; the others are the worker's.
 RAYS_OWN_ARGUMENTS = ("--serialized-runtime-env-context=", "--language=")
-"""Arguments of the program that sets up the environment; the others are the worker's."""
 NO_RUNTIME_ENV = ("", "{}")
 
 

@@ -34,9 +34,12 @@ from typing import Any, NamedTuple
 
 from raydix.cli import worker_start
 
+# Environment variable: with 0 Ray starts its workers itself, as it also does on other systems than Linux.
 FORK_WORKERS = "RAYDIX_FORK_WORKERS"
-"""Environment variable: with 0 Ray starts its workers itself, as it also does on other systems than Linux."""
 FIRST_WORKER = "-"
+# Modules that workers import, in the order of their need; a function behind a colon is called. torch comes last: the
+# tokenizer's libraries are to be imported without it. What stands behind `FIRST_WORKER` waits for the first worker to
+# be forked: before, Ray's agents start, which need both cores.
 PARTS = (
     "ray._private.workers.default_worker",
     "ray.serve._private.controller",
@@ -52,25 +55,20 @@ PARTS = (
     "raydix.configs",
     "raydix.kernels",
 )
-"""Modules that workers import, in the order of their need; a function behind a colon is called. torch comes last: the
-tokenizer's libraries are to be imported without it. What stands behind `FIRST_WORKER` waits for the first worker to be
-forked: before, Ray's agents start, which need both cores."""
+# Environment of the template beyond this process's: what libraries read where they are loaded, not where a worker
+# begins.
 FIXED = {
     "SPT_NOENV": "1",  # titles of processes leave the environment alone
     "OMP_WAIT_POLICY": "passive",  # read where torch is loaded; see `raydix.actors.worker.worker.compute_with`
     "RAY_JOB_ID": "ffffffff",  # none: a worker belongs to no job until it gets work
 }
-"""Environment of the template beyond this process's: what libraries read where they are loaded, not where a worker
-begins."""
+# Ray's setting of how soon the system ends a worker when memory runs out: by default before any other process. The
+# raylet sets this for the process that it starts.
 OOM_SCORE, RAYS_OOM_SCORE = "RAY_worker_oom_score_adjustment", "1000"
-"""Ray's setting of how soon the system ends a worker when memory runs out: by default before any other process. The
-raylet sets this for the process that it starts."""
-BACKLOG = 128
-"""Workers that may be asked for while the template imports something."""
-NUM_FILES = 3
-"""Standard input, output and error."""
+BACKLOG = 128  # workers that may be asked for while the template imports something
+NUM_FILES = 3  # standard input, output and error
+# Last argument of the template: room for the titles of workers, which are written over the arguments.
 TITLE_ROOM = " " * 200
-"""Last argument of the template: room for the titles of workers, which are written over the arguments."""
 
 
 class Order(NamedTuple):
@@ -197,8 +195,8 @@ class ImportedModules:
 
     def __init__(self, parts: Iterable[str]) -> None:
         self._packages = {part.partition(".")[0] for part in parts}
+        # Time of the last change of each file of these packages that was imported, in nanoseconds since the epoch.
         self._changed_at: dict[Path, int] = {}
-        """Time of the last change of each file of these packages that was imported, in nanoseconds since the epoch."""
 
     def add(self, part: str) -> None:
         """Import a module; call a function."""

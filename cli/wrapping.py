@@ -19,8 +19,7 @@ class Wrapper:
 
     def __init__(self) -> None:
         self._column = 0
-        self._word = ""
-        """Last word as far as it stands on the line; the next piece may continue it."""
+        self._word = ""  # last word as far as it stands on the line; the next piece may continue it
 
     def push(self, text: str, width: int) -> str:
         """Return the characters to write to a terminal of `width` columns for the next piece."""

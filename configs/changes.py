@@ -18,8 +18,7 @@ from raydix.configs.section import Effect, Section, effects_of
 ROLE = "<role>"
 ELASTIC = "elastic"
 TENANTS = "tenants"
-MAX_SHOWN = 60
-"""Characters of a value that a change shows."""
+MAX_SHOWN = 60  # characters of a value that a change shows
 
 
 def _effects(section: type[BaseModel], prefix: str, of_all: Effect | None = None) -> Iterator[tuple[str, Effect]]:
@@ -56,8 +55,7 @@ def _types_in(annotation: Any) -> Iterator[type]:
         yield from _types_in(argument)
 
 
-KEYS: Mapping[str, Effect] = dict(_effects(Config, ""))
-"""The effect of each key, by its path."""
+KEYS: Mapping[str, Effect] = dict(_effects(Config, ""))  # the effect of each key, by its path
 
 
 @dataclass(frozen=True, slots=True)

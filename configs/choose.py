@@ -3,15 +3,12 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+# Number of cores from which on prefill and decode get workers of their own. On two, one worker for both was the faster.
 SPLIT_CORES = 4
-"""Number of cores from which on prefill and decode get workers of their own. On two, one worker for both was the
-faster."""
+# Least memory of two workers: each has weights and a KV pool of its own, beside the object store and Ray.
 SPLIT_MEMORY_GIB = 12.0
-"""Least memory of two workers: each has weights and a KV pool of its own, beside the object store and Ray."""
-GPU_GIB = 6.0
-"""GPU memory from which on a GPU is used; whether a model fits into it is found out from the model."""
-GPU_MEMORY_GIB = 16.0
-"""Main memory that two workers on GPUs need: 8 GiB of exported KV, staging buffers and Ray."""
+GPU_GIB = 6.0  # GPU memory from which on a GPU is used; whether a model fits into it is found out from the model
+GPU_MEMORY_GIB = 16.0  # main memory that two workers on GPUs need: 8 GiB of exported KV, staging buffers and Ray
 
 
 @dataclass(frozen=True, slots=True)

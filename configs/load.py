@@ -12,6 +12,7 @@ from raydix.configs.schema import Config
 from raydix.engine.core.errors import StartupError
 
 CONFIG_FOLDER = Path(__file__).parent
+# Keys that configurations of earlier versions may have, each with what to do in its place.
 GONE: Mapping[str, str] = {
     **dict.fromkeys(
         ("logging.stimuli", "logging.stimuli_mib"),
@@ -23,7 +24,6 @@ GONE: Mapping[str, str] = {
         "leave the key out, answers are the same",
     ),
 }
-"""Keys that configurations of earlier versions may have, each with what to do in its place."""
 
 
 def load_config(

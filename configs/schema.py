@@ -420,8 +420,8 @@ class BatchesSection(Section):
     )
 
 
+# `*`, or an origin as browsers write it: scheme, host in lower case, port; no path.
 _ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?)$"
-"""`*`, or an origin as browsers write it: scheme, host in lower case, port; no path."""
 
 
 class HttpSection(Section):

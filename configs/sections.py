@@ -45,14 +45,12 @@ from raydix.engine.core.errors import StartupError
 Values: TypeAlias = dict[str, Any]
 """Plain values, as JSON has them."""
 
-INGRESS, MANAGER = "ingress", "kv_cache_manager"
-"""Names of deployments; those of workers have the names of their roles."""
+INGRESS, MANAGER = "ingress", "kv_cache_manager"  # names of deployments; those of workers have the names of their roles
 
-MANAGER_CPUS = 0.1
-"""Reserved for the manager and its standby, half for each."""
+MANAGER_CPUS = 0.1  # reserved for the manager and its standby, half for each
+# A host's child that answers nothing for so long hangs. An engine answers between two steps, and a step may take
+# seconds.
 CHECK_TIMEOUT_S = 60
-"""A host's child that answers nothing for so long hangs. An engine answers between two steps, and a step may take
-seconds."""
 
 S = TypeVar("S", bound=BaseModel)
 VERSION_DIGITS = 16

@@ -24,14 +24,12 @@ from raydix.engine.core.tenants import Tenant, Tenants
 from raydix.engine.core.types import DraftSource
 
 MIB = 1 << 20
+# Memory of an indexed token: 100 bytes were measured, and more where token ids are no small integers.
 INDEX_TOKEN_BYTES = 128
-"""Memory of an indexed token: 100 bytes were measured, and more where token ids are no small integers."""
 
-PAST_SHARE = 4
-"""Past answers have one part in so many of the memory."""
+PAST_SHARE = 4  # past answers have one part in so many of the memory
 
-EARLIER = (DraftSource.PAST, DraftSource.CLUSTER)
-"""Drafts from earlier requests."""
+EARLIER = (DraftSource.PAST, DraftSource.CLUSTER)  # drafts from earlier requests
 
 
 def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:

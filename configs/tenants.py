@@ -38,10 +38,8 @@ class TenantsFile:
 
     def __init__(self) -> None:
         self._path: Path | None = None
-        self._seen: bytes | None = None
-        """The content that was asked for last, valid or not; None if there was none."""
-        self._reading: _Reading | None = None
-        """The last one."""
+        self._seen: bytes | None = None  # the content that was asked for last, valid or not; None if there was none
+        self._reading: _Reading | None = None  # the last one
 
     def resolved(self, config: Config) -> Config:
         """The configuration with the tenants of its file in the place of the file's name.

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NO_STATE = -1
-"""The source of a sequence that begins: its state is zero."""
+NO_STATE = -1  # the source of a sequence that begins: its state is zero
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ __all__ = [
     "connect",
 ]
 
+# Modules of the names above; those that stand in none of them are errors.
 HOMES = {
     "raydix.client": ("Client", "connect"),
     "raydix.engine.api.embeddings": ("EmbedRequest", "EmbedResponse"),
@@ -77,7 +78,6 @@ HOMES = {
     "raydix.engine.core.batches.batch_run": ("Progress",),
     "raydix.llm": ("LLM", "CompletionOutput", "RequestOutput", "SamplingParams"),
 }
-"""Modules of the names above; those that stand in none of them are errors."""
 ERRORS = "raydix.engine.core.errors"
 
 

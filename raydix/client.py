@@ -14,13 +14,12 @@ from raydix.engine.batches.offline import BatchFiles, BatchSummary, run_batch
 from raydix.engine.core.batches.batch_run import Progress
 from raydix.engine.core.errors import RaydixError, ServiceError
 
-CONCURRENCY = 32
-"""Running lines of a batch at a server with other clients."""
+CONCURRENCY = 32  # running lines of a batch at a server with other clients
+# Beginnings of the lines, by logger, in which Ray tells that a program has connected, and by which objects.
 RAYS_NOTES = {
     "ray._private.worker": ("Connecting to existing Ray cluster", "Connected to Ray cluster"),
     "ray.serve": ("Started <ray.serve.",),
 }
-"""Beginnings of the lines, by logger, in which Ray tells that a program has connected, and by which objects."""
 
 
 class Client:

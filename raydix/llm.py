@@ -40,12 +40,10 @@ T = TypeVar("T")
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 """Messages, each with a role and a content."""
 
+# Prompts under way at a time: enough to fill each step of the default model, and few enough to be held in memory.
 CONCURRENCY = 64
-"""Prompts under way at a time: enough to fill each step of the default model, and few enough to be held in memory."""
-MOST_QUEUED = 100_000
-"""Limit of the replica's requests: nobody else sends any, so the limit is to be out of the way."""
-MAX_TOKENS = 16
-"""Tokens of an answer to a prompt without `max_tokens`, as over HTTP and at other offline classes."""
+MOST_QUEUED = 100_000  # limit of the replica's requests: nobody else sends any, so the limit is to be out of the way
+MAX_TOKENS = 16  # tokens of an answer to a prompt without `max_tokens`, as over HTTP and at other offline classes
 
 
 class SamplingParams(SamplingFields, ToolFields, ReasoningFields):

@@ -12,10 +12,8 @@ from raydix.engine.core.types import Adapter
 from raydix.engine.model.adapters import FILES
 from raydix.engine.serving.served_model import ServedModels
 
-LOAD_S = 600.0
-"""Longest wait until every worker has an adapter."""
-UNLOAD_S = 3600.0
-"""Longest wait for the requests of an adapter that is unloaded; it goes on without anybody who waits."""
+LOAD_S = 600.0  # longest wait until every worker has an adapter
+UNLOAD_S = 3600.0  # longest wait for the requests of an adapter that is unloaded; it goes on without anybody who waits
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,7 @@ class Ingress:
     def __init__(self, arguments: Mapping[str, Any], *hosts: object, base: Mapping[str, Any] | None = None) -> None:
         self._arguments = read(IngressArguments, arguments)
         self._base = base
-        self._content: Mapping[str, Any] = {}
-        """The `user_config` applied last."""
+        self._content: Mapping[str, Any] = {}  # the `user_config` applied last
         self._tenants_file = TenantsFile()
         self._changing = asyncio.Lock()
         self.replica = IngressReplica()

@@ -38,8 +38,8 @@ from raydix.engine.api.routes import MESSAGES, ROUTES
 from raydix.engine.core.errors import RaydixError, RequestError, ServiceError
 from raydix.engine.serving.accounting import internal_error
 
+# Routes of other servers for ranking texts, which clients may look for here.
 UNSUPPORTED_PATHS = {"/score", "/rerank", "/v1/rerank", "/v2/rerank"}
-"""Routes of other servers for ranking texts, which clients may look for here."""
 
 
 class ServedRoute(StarletteRoute):

@@ -30,16 +30,13 @@ from raydix.engine.core.tenants import Tenant, Tenants
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
-SWEEP_S = 3600.0
-"""Pause between two searches for expired files."""
-REST_S = 30.0
-"""Pause of a batch after a failure to read or write."""
-MAX_BATCHES = 8
-"""Running batches of one replica, shared like arriving files; but one batch of each tenant always runs."""
+SWEEP_S = 3600.0  # pause between two searches for expired files
+REST_S = 30.0  # pause of a batch after a failure to read or write
+MAX_BATCHES = 8  # running batches of one replica, shared like arriving files; but one batch of each tenant always runs
+# Arriving files of one replica. Among several tenants none holds more than it leaves free (`Shares.may_take`).
 MAX_UPLOADS = 8
-"""Arriving files of one replica. Among several tenants none holds more than it leaves free (`Shares.may_take`)."""
+# Names of the routes of lines, by path.
 ROUTES: dict[str, str] = {route.path: route.name for route in routes.ROUTES if route.is_batchable}
-"""Names of the routes of lines, by path."""
 
 
 class LineServer(Protocol):
@@ -77,14 +74,10 @@ class Batches:
         self._clock = clock
         self._allowance = LineAllowance(settings.concurrency)
         self._background = Background()
-        self._changed = asyncio.Event()
-        """Set when there is another batch."""
-        self._running: set[str] = set()
-        """Ids of the batches taken or being taken here."""
-        self._resting: dict[str, float] = {}
-        """When to try a failed batch again, by the monotonic clock."""
-        self._uploads, self._batches = Shares(), Shares()
-        """Arriving files and running batches by tenant."""
+        self._changed = asyncio.Event()  # set when there is another batch
+        self._running: set[str] = set()  # ids of the batches taken or being taken here
+        self._resting: dict[str, float] = {}  # when to try a failed batch again, by the monotonic clock
+        self._uploads, self._batches = Shares(), Shares()  # arriving files and running batches by tenant
 
     @property
     def lines(self) -> LineLimits:

@@ -19,10 +19,8 @@ from raydix.engine.core.tenants import Tenant
 from raydix.engine.serving.prompt_records import PromptRecords
 
 POLL_S = 0.2
-REPORT_S = 10.0
-"""Age up to which a report of the doctor is given again: one costs up to a second of a thread."""
-MAX_FOLLOWERS = 16
-"""Each asks the manager five times a second."""
+REPORT_S = 10.0  # age up to which a report of the doctor is given again: one costs up to a second of a thread
+MAX_FOLLOWERS = 16  # each asks the manager five times a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +44,7 @@ class CacheOperations:
         self._decode = decode
         self._num_followers = 0
         self._clock = clock
-        self._reports: dict[str, _Report] = {}
-        """The doctor's latest report of each tenant that asked."""
+        self._reports: dict[str, _Report] = {}  # the doctor's latest report of each tenant that asked
 
     async def explain(self, request_id: str, tenant: Tenant) -> Json:
         """Explain the placement of a tenant's request.

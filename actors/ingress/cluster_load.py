@@ -11,10 +11,8 @@ from raydix.engine.api.load_report import Load
 from raydix.engine.background import run_detached
 from raydix.engine.core.types import WorkerInfo
 
-FRESH_S = 0.5
-"""Age up to which figures are given again; workers look at their own pools no more often."""
-TIMEOUT_S = 0.25
-"""Limit of a worker's answer: the head of a response waits for it."""
+FRESH_S = 0.5  # age up to which figures are given again; workers look at their own pools no more often
+TIMEOUT_S = 0.25  # limit of a worker's answer: the head of a response waits for it
 BLOCKS, AVAILABLE, WAITING = "raydix_blocks", "raydix_available_blocks", "raydix_waiting_requests"
 
 OfWorkers: TypeAlias = Callable[[float], Awaitable[Sequence[tuple[WorkerInfo, Sequence[MetricFamily] | None]]]]

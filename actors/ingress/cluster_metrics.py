@@ -18,8 +18,7 @@ from raydix.engine.background import run_detached
 from raydix.engine.core.errors import ServiceError
 from raydix.engine.core.types import WorkerInfo
 
-TIMEOUT_S = 2.0
-"""Limit of one process's answer, with the search for the process."""
+TIMEOUT_S = 2.0  # limit of one process's answer, with the search for the process
 
 UP = MetricFamily(
     "raydix_process_up",

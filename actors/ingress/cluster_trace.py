@@ -23,8 +23,7 @@ from raydix.engine.api.responses import Json
 from raydix.engine.core.errors import OverloadedError, ServiceError
 from raydix.engine.core.types import WorkerInfo
 
-TIMEOUT_S = 5.0
-"""Limit of one worker's answer, besides the recording."""
+TIMEOUT_S = 5.0  # limit of one worker's answer, besides the recording
 US = 1e6
 
 

@@ -64,16 +64,11 @@ from raydix.engine.core.types import (
 logger = logging.getLogger(__name__)
 
 PING_S = 1.0
-LOOKS_PER_PING = 4
-"""Looks for silent workers in `PING_S`."""
-STOPPED_S = 0.25
-"""A later look means a stopped process; a busy machine delays looks by less."""
-ADMIT_TIMEOUT_S = 2.0
-"""A manager that has not placed a request after so long is silent."""
-SUBMIT_LOST_S = 2.0
-"""Longest wait for the end of the token stream of a worker that did not take requests and is dead."""
-MEMBERSHIP_TIMEOUT_S = 2.0
-"""A manager that has not listed its workers after so long is silent."""
+LOOKS_PER_PING = 4  # looks for silent workers in `PING_S`
+STOPPED_S = 0.25  # a later look means a stopped process; a busy machine delays looks by less
+ADMIT_TIMEOUT_S = 2.0  # a manager that has not placed a request after so long is silent
+SUBMIT_LOST_S = 2.0  # longest wait for the end of the token stream of a worker that did not take requests and is dead
+MEMBERSHIP_TIMEOUT_S = 2.0  # a manager that has not listed its workers after so long is silent
 
 
 class AdapterTable(Protocol):
@@ -137,8 +132,7 @@ class _QuietWorkers:
         self._watch = ProcessWatch(runtime.own_node())
         self.nodes: Mapping[str, str] = {}
         """The node of each worker, as far as the manager has named it."""
-        self._asked: set[str] = set()
-        """Quiet workers of other nodes whose last words are being read."""
+        self._asked: set[str] = set()  # quiet workers of other nodes whose last words are being read
 
     def look(self, now: float) -> None:
         """Tell workers that answer nothing and compute from those that may be dead."""
@@ -177,8 +171,8 @@ class Dispatcher:
     ) -> None:
         """`on_failover` is told of each failover, `on_delivery` of all tokens."""
         self._on_delivery = on_delivery
+        # Tokens that the instructions being carried out have delivered, by request.
         self._delivered: dict[str, list[TokenEvent]] = {}
-        """Tokens that the instructions being carried out have delivered, by request."""
         self._adapters = adapters or NoAdapters()
         self._ingress_id = ingress_id
         self._runtime = runtime
@@ -186,16 +180,14 @@ class Dispatcher:
         self._on_failover = on_failover
         self._dispatch = Dispatch(ingress_id, model, time.monotonic(), timeouts)
         self._deliveries: dict[str, _Inbox] = {}
+        # Worker incarnations that were found and of which `Dispatch` is being told.
         self._found: dict[tuple[str, int], WorkerClient] = {}
-        """Worker incarnations that were found and of which `Dispatch` is being told."""
         self._followed: dict[str, WorkerClient] = {}
-        self._reading: dict[str, asyncio.Task[object]] = {}
-        """The task that reads each followed worker's token stream."""
+        self._reading: dict[str, asyncio.Task[object]] = {}  # the task that reads each followed worker's token stream
+        # The kinds of questions about workers that the manager has not answered yet: True for probes.
         self._asking: set[bool] = set()
-        """The kinds of questions about workers that the manager has not answered yet: True for probes."""
         self._admits: list[AdmitRequest] = []
-        self._again: list[str] = []
-        """Paused requests that are to ask again."""
+        self._again: list[str] = []  # paused requests that are to ask again
         self._is_flush_due = False
         self._is_starting_worker = False
         self._retry = _Alarm(self._tick)

@@ -11,8 +11,7 @@ from itertools import accumulate
 from raydix.actors.metric_values import Distribution, Labels, MetricFamily
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MAX_KEPT = 1 << 14
-"""Beginnings of lines that are kept between scrapes, of each kind."""
+MAX_KEPT = 1 << 14  # beginnings of lines that are kept between scrapes, of each kind
 
 
 def exposition(families: Iterable[MetricFamily]) -> str:

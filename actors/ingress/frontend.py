@@ -45,10 +45,8 @@ from raydix.engine.serving.served_model import ServedModels
 from raydix.engine.serving.stored_responses import StoredResponses
 from raydix.engine.serving.tokenization import Tokenization
 
-_WIRES = {route.name: route.wire for route in ROUTES if route.is_answer}
-"""Form of errors by the name of the route."""
-SMALL_BYTES = 1 << 20
-"""Answers below this size claim no memory: the limit of requests bounds them."""
+_WIRES = {route.name: route.wire for route in ROUTES if route.is_answer}  # form of errors by the name of the route
+SMALL_BYTES = 1 << 20  # answers below this size claim no memory: the limit of requests bounds them
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,16 +32,12 @@ from raydix.engine.core.objectives import Objectives
 T = TypeVar("T")
 
 JSON = "application/json"
-IGNORED_HEADER = "x-raydix-ignored"
-"""Header of a response with the names of the body's fields that had no effect."""
-MAX_SHOWN = 40
-"""Characters of a header's value in an error."""
-QUIET_S = 10.0
-"""Seconds without an event, and without a status line, after which a stream gets `WireFormat.waiting`."""
+IGNORED_HEADER = "x-raydix-ignored"  # header of a response with the names of the body's fields that had no effect
+MAX_SHOWN = 40  # characters of a header's value in an error
+QUIET_S = 10.0  # seconds without an event, and without a status line, after which a stream gets `WireFormat.waiting`
 
 
-CLIENT_CLOSED_REQUEST = 499
-"""Status that proxies log for a client that left; no client reads it."""
+CLIENT_CLOSED_REQUEST = 499  # status that proxies log for a client that left; no client reads it
 
 
 class ClientGoneError(Exception):
@@ -221,8 +217,8 @@ class EventStreamResponse(Response):
         self._on_error = on_error
         self._on_end = on_end
         self._more_headers = headers or {}
+        # Inside an event whose end has not been sent yet there is no sign of life.
         self._is_started = self._is_over = self._is_inside = False
-        """Inside an event whose end has not been sent yet there is no sign of life."""
         self._sent_at = time.monotonic()
         self.background = None
 

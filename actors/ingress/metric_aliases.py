@@ -27,6 +27,7 @@ class Alias:
     """Further labels."""
 
 
+# vLLM's names.
 VLLM = (
     Alias("raydix_running_requests", "vllm:num_requests_running"),
     Alias("raydix_waiting_requests", "vllm:num_requests_waiting"),
@@ -78,19 +79,17 @@ VLLM = (
     Alias("raydix_draft_tokens", "vllm:spec_decode_num_draft_tokens"),
     Alias("raydix_accepted_draft_tokens", "vllm:spec_decode_num_accepted_tokens"),
 )
-"""vLLM's names."""
 _OPERATION = {"operation": "gen_ai_operation_name"}
 _PROVIDER = {"gen_ai_provider_name": "raydix"}
+# OpenTelemetry's `gen_ai.server.*`, as Prometheus writes its names.
 OPEN_TELEMETRY = (
     Alias("raydix_ttft_seconds", "gen_ai_server_time_to_first_token_seconds", _OPERATION, more=_PROVIDER),
     Alias("raydix_tpot_seconds", "gen_ai_server_time_per_output_token_seconds", _OPERATION, more=_PROVIDER),
     Alias("raydix_request_seconds", "gen_ai_server_request_duration_seconds", _OPERATION, more=_PROVIDER),
 )
-"""OpenTelemetry's `gen_ai.server.*`, as Prometheus writes its names."""
 
 
-MAX_KEPT = 1 << 14
-"""Labels of aliases that are kept between scrapes."""
+MAX_KEPT = 1 << 14  # labels of aliases that are kept between scrapes
 
 
 def aliases(families: Iterable[MetricFamily], model: str) -> list[MetricFamily]:

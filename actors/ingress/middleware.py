@@ -27,10 +27,9 @@ from raydix.engine.api.route import Route
 from raydix.engine.api.wire import OPENAI
 from raydix.engine.core.ingress.room import Allowance
 
-LEAST_BYTES = 16 << 10
-"""Smaller bodies cost more time than the network takes for them."""
+LEAST_BYTES = 16 << 10  # smaller bodies cost more time than the network takes for them
+# Bodies and slices from here on are compressed beside the event loop: a mebibyte takes some 10 ms.
 BESIDE_BYTES = 64 << 10
-"""Bodies and slices from here on are compressed beside the event loop: a mebibyte takes some 10 ms."""
 LEVEL = 1
 GZIP = 16 + zlib.MAX_WBITS
 
@@ -176,13 +175,13 @@ class LoadHeaders:
 
 
 METHODS = ("GET", "POST", "DELETE")
+# Headers of responses for pages to read, besides the usual ones.
 SHOWN_HEADERS = (
     "retry-after",
     IGNORED_HEADER,
     LOAD_HEADER,
     *(name for wire in (OPENAI, ANTHROPIC) for name in wire.allowance(Allowance(0, 0), 0.0)),
 )
-"""Headers of responses for pages to read, besides the usual ones."""
 
 
 class CrossOrigin:

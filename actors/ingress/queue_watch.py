@@ -8,8 +8,7 @@ from raydix.engine.core.ingress.room import Room
 from raydix.engine.serving.reader_pool import RequestReader
 from raydix.engine.serving.request_table import RequestTable
 
-PERIOD_S = 1.0
-"""Interval between two reports to Ray's exporter, which no scrape reaches."""
+PERIOD_S = 1.0  # interval between two reports to Ray's exporter, which no scrape reaches
 
 
 class QueueMetrics(Protocol):

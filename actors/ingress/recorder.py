@@ -43,10 +43,9 @@ from raydix.engine.serving.job import Job
 logger = logging.getLogger(__name__)
 
 WARNING = "contains prompts"
+# Headers that an answer or its place depends on.
 KEPT_HEADERS = ("content-type", "x-session-id", "x-request-id", TTFT_HEADER, TPOT_HEADER, HEADER.lower())
-"""Headers that an answer or its place depends on."""
-MOST_ANSWER_BYTES = 16 << 20
-"""A longer answer has no digest: the parts of an answer are held until its end."""
+MOST_ANSWER_BYTES = 16 << 20  # a longer answer has no digest: the parts of an answer are held until its end
 
 
 class RequestRecorder:
@@ -62,8 +61,7 @@ class RequestRecorder:
         self._num_left = most_bytes
         self._began_at = time.monotonic()
         self._numbers = itertools.count()
-        self._writing = threading.Lock()
-        """Held while a line is written, so that lines do not mix."""
+        self._writing = threading.Lock()  # held while a line is written, so that lines do not mix
         model = config.model.model_dump(mode="json")
         self._write({"recording": WARNING, "version": version("raydix"), "began": began.isoformat(), "model": model})
 
@@ -152,13 +150,11 @@ class _Exchange:
         self._receive = receive
         self._send = send
         self._body: list[bytes] = []
-        self._number: int | None = None
-        """The request's number, once its body is whole."""
+        self._number: int | None = None  # the request's number, once its body is whole
         self._status = 0
         self._answer: list[bytes] = []
         self._num_bytes = 0
-        self._is_whole = False
-        """The end of the answer was sent."""
+        self._is_whole = False  # the end of the answer was sent
         self.has_failed = False
         """The application raised an unforeseen error."""
 

@@ -31,8 +31,7 @@ from raydix.engine.model.tokenizer import forgo_torch
 
 logger = logging.getLogger(__name__)
 
-SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
-"""Methods that change nothing."""
+SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}  # methods that change nothing
 
 
 class IngressReplica:

@@ -23,11 +23,9 @@ AnswerLine: TypeAlias = Callable[[str, bytes, str | None], Awaitable[LineAnswer]
 """Answers a body at a path, for a tenant, behind the requests of clients (`IngressReplica.answer_line`)."""
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-PLACE = "idx_in_batch"
-"""The processor's own field, which tells its requests from others."""
+PLACE = "idx_in_batch"  # the processor's own field, which tells its requests from others
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
-PATIENCE_S = 600.0
-"""Pauses in all after which a row that finds no room, or no worker, fails."""
+PATIENCE_S = 600.0  # pauses in all after which a row that finds no room, or no worker, fails
 SERVER_ERROR = 500
 
 

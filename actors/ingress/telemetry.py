@@ -33,11 +33,10 @@ logger = logging.getLogger(__name__)
 SERVICE = "raydix"
 EXTRA = "pip install 'raydix[otel]'"
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+# Variables of the environment that every program with OpenTelemetry knows, the first that is set counts.
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-"""Variables of the environment that every program with OpenTelemetry knows, the first that is set counts."""
 FAILED_STATUS = 500
-STEPPED_S = 1e-3
-"""The wall's clock was set if it is so much ahead of, or behind, where it was expected."""
+STEPPED_S = 1e-3  # the wall's clock was set if it is so much ahead of, or behind, where it was expected
 
 
 class Telemetry:
@@ -62,8 +61,7 @@ class Telemetry:
         self._maker = SpanMaker(self._provider.resource, InstrumentationScope(SERVICE, version("raydix")))
         self._processor = processor
         self._clock = clock
-        self._ahead_s = time.time() - clock()
-        """The wall's clock minus `clock`."""
+        self._ahead_s = time.time() - clock()  # the wall's clock minus `clock`
 
     # Requests over HTTP
 

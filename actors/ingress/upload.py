@@ -10,8 +10,7 @@ from raydix.engine.core.errors import MediaTypeError, RequestError
 MULTIPART = b"multipart/form-data"
 MAX_PARTS = 16
 MAX_FIELD_BYTES = 1024
-MAX_NAME = 255
-"""Characters kept of a file's name."""
+MAX_NAME = 255  # characters kept of a file's name
 FILE = "file"
 
 
@@ -29,8 +28,7 @@ class Form:
         self._num_parts = 0
         self._header_name, self._header_value = bytearray(), bytearray()
         self._disposition = b""
-        self._name = ""
-        """Name of the part that is arriving."""
+        self._name = ""  # name of the part that is arriving
         self._content: list[bytes] = []
         self._is_complete = False
         callbacks = {

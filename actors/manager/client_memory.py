@@ -19,8 +19,7 @@ from raydix.engine.core.types import Admission, AdmitRequest, Ended
 
 logger = logging.getLogger(__name__)
 
-EXPIRY_S = 600.0
-"""Longest time between two looks for responses that are to be forgotten."""
+EXPIRY_S = 600.0  # longest time between two looks for responses that are to be forgotten
 
 
 class ClientMemory:
@@ -39,8 +38,8 @@ class ClientMemory:
         self._response_budget_bytes = response_budget_bytes
         self._response_ttl_s = response_ttl_s
         self._response_disk: ResponseDisk | None = None
+        # Answers for drafts; None where no drafts are made of answers.
         self._answers = AnswerStore(answer_budget_bytes) if answer_budget_bytes else None
-        """Answers for drafts; None where no drafts are made of answers."""
 
     async def keep_on_disk(self, folder: Path) -> ResponseDisk:
         """Take over the responses on disk, and keep later ones there, too; returns the disk, whose `run` does so."""

@@ -16,8 +16,7 @@ from raydix.engine.core.manager.instructions import (
 )
 from raydix.engine.core.types import Admission, AdmitRequest, SegmentHeader
 
-ADMISSIONS, MOVES, DISK = "admissions", "KV to workers", "KV and the disk"
-"""Rows of the manager."""
+ADMISSIONS, MOVES, DISK = "admissions", "KV to workers", "KV and the disk"  # rows of the manager
 NOTHING: Mapping[str, object] = MappingProxyType({})
 
 

@@ -20,12 +20,10 @@ from raydix.engine.core.types import SegmentHeader
 
 logger = logging.getLogger(__name__)
 
-READ_TIMEOUT_S = 20.0
-"""Limit of reading a file, after which the reader is told that the file is out of reach now."""
+READ_TIMEOUT_S = 20.0  # limit of reading a file, after which the reader is told that the file is out of reach now
+# Least time between two warnings of segments that were not written: a full disk refuses one after the other.
 WARN_S = 60.0
-"""Least time between two warnings of segments that were not written: a full disk refuses one after the other."""
-TAKE_OVER_S = 5.0
-"""Seconds for which a manager that has died, and whose process is still ending, may keep a folder."""
+TAKE_OVER_S = 5.0  # seconds for which a manager that has died, and whose process is still ending, may keep a folder
 
 
 class DiskTier:
@@ -39,10 +37,8 @@ class DiskTier:
         self._runtime = runtime
         self._writing = asyncio.Lock()
         self._is_open = False
-        self._num_unwritten = 0
-        """Segments that could not be written since the last warning of them."""
-        self._warns_at = 0.0
-        """Time from which on the next one is warned of."""
+        self._num_unwritten = 0  # segments that could not be written since the last warning of them
+        self._warns_at = 0.0  # time from which on the next one is warned of
 
     @property
     def folder(self) -> Path:

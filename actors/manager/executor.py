@@ -32,10 +32,8 @@ from raydix.engine.core.manager.instructions import (
 
 logger = logging.getLogger(__name__)
 
-SAVE_S = 1.0
-"""Interval between two searches for blocks that are not on their way to disk."""
-NUM_STALL_CHECKS = 8
-"""Checks for stalled producers in each `await_timeout_s`."""
+SAVE_S = 1.0  # interval between two searches for blocks that are not on their way to disk
+NUM_STALL_CHECKS = 8  # checks for stalled producers in each `await_timeout_s`
 
 
 class Executor:
@@ -47,8 +45,8 @@ class Executor:
         self._recorder = recorder
         self._disk = disk
         self._background = background
+        # Segments on their way to workers, apart from other tasks, since a reset waits for these.
         self._deliveries = Background()
-        """Segments on their way to workers, apart from other tasks, since a reset waits for these."""
         self._clients: dict[str, WorkerClient] = {}
 
     @property

@@ -37,8 +37,7 @@ class IngressWatch:
         self._executor = executor
         self._processes = processes
         self._replicas: dict[str, _Replica] = {}
-        self._signs = SignsOfLife()
-        """Signs of the replicas in `_replicas`."""
+        self._signs = SignsOfLife()  # signs of the replicas in `_replicas`
 
     def heard(
         self,

@@ -11,8 +11,7 @@ from raydix.engine.core.manager.elastic import Plan, PoolLimits, Wanted
 
 logger = logging.getLogger(__name__)
 
-DIVIDE_S = 1.0
-"""Interval between two looks."""
+DIVIDE_S = 1.0  # interval between two looks
 
 
 class LoadWatch:

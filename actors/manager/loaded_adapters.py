@@ -22,12 +22,9 @@ from raydix.engine.core.types import Adapter, AdapterReport
 
 logger = logging.getLogger(__name__)
 
-LEARNING_S = 4.0
-"""Age up to which a manager that knows of no adapter has perhaps not met the workers that have some."""
-LOOK_S = 0.2
-"""Interval between two looks whether replicas know of a change, and workers need weights no more."""
-NUM_REMEMBERED = 1_000
-"""Unloaded adapters that are remembered, so that a worker which was away does not bring one back."""
+LEARNING_S = 4.0  # age up to which a manager that knows of no adapter has perhaps not met the workers that have some
+LOOK_S = 0.2  # interval between two looks whether replicas know of a change, and workers need weights no more
+NUM_REMEMBERED = 1_000  # unloaded adapters that are remembered, so that a worker which was away does not bring one back
 
 Reports = Callable[[], Mapping[str, AdapterReport | None]]
 """The last report of each ingress replica that lives; None before its first one."""
@@ -41,10 +38,9 @@ class LoadedAdapters:
         self._background = background
         self._reports = reports
         self._listed: dict[str, Adapter] = {}
-        self._unloaded: dict[Adapter, None] = {}
-        """Adapters that were unloaded, the latest last."""
+        self._unloaded: dict[Adapter, None] = {}  # adapters that were unloaded, the latest last
+        # Held while workers are asked to load or to free, so that neither overtakes the other.
         self._changes = asyncio.Lock()
-        """Held while workers are asked to load or to free, so that neither overtakes the other."""
         self._started_at = time.monotonic()
 
     def listed(self) -> tuple[Adapter, ...] | None:

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from raydix.actors.calls import quietly
 from raydix.actors.rpc import WorkerClient
 
-UNDER_WAY_S = 5.0
-"""Time that a reset waits for exports and deliveries which began before it."""
+UNDER_WAY_S = 5.0  # time that a reset waits for exports and deliveries which began before it
 
 
 class PoolResets:

@@ -16,11 +16,9 @@ from raydix.actors.manager.response_files import FOLDER, KeptResponse, ResponseF
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING_BYTES = 64 << 20
-"""Bytes that wait for a slow disk; responses beyond are in memory only."""
+MAX_WAITING_BYTES = 64 << 20  # bytes that wait for a slow disk; responses beyond are in memory only
 
-ORDER_S = 1e-6
-"""Between the recorded uses of responses used together, so that files keep their order."""
+ORDER_S = 1e-6  # between the recorded uses of responses used together, so that files keep their order
 
 Work: TypeAlias = Callable[[], object]
 
@@ -31,10 +29,9 @@ class ResponseDisk:
     def __init__(self, folder: Path) -> None:
         self._files = ResponseFiles(folder / FOLDER)
         self._work: list[Work] = []
-        self._num_bytes = 0
-        """Bytes of responses that are not written yet."""
+        self._num_bytes = 0  # bytes of responses that are not written yet
+        # Last uses that are not recorded yet, one for each response however slow the disk is.
         self._used_at: dict[bytes, float] = {}
-        """Last uses that are not recorded yet, one for each response however slow the disk is."""
         self._wakes = asyncio.Event()
 
     async def load(self, budget_bytes: int) -> list[KeptResponse]:

@@ -37,12 +37,9 @@ from raydix.engine.core.manager.succession import Offer, Terms, batches, chosen,
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 5.0
-"""Limit of a predecessor's answers, but for copies."""
-COPY_S = 10.0
-"""Limit of fetching a segment that is to be copied."""
-SEGMENTS_S = 20.0
-"""Limit of taking over segments; what has not come then stays behind."""
+ANSWER_S = 5.0  # limit of a predecessor's answers, but for copies
+COPY_S = 10.0  # limit of fetching a segment that is to be copied
+SEGMENTS_S = 20.0  # limit of taking over segments; what has not come then stays behind
 
 
 class Succession:
@@ -68,8 +65,7 @@ class Succession:
         self._successor: Handle | None = None
         self.is_retired = False
         """True if another manager has taken over."""
-        self._has_memory = asyncio.Event()
-        """Cleared while the data of a predecessor are on their way."""
+        self._has_memory = asyncio.Event()  # cleared while the data of a predecessor are on their way
         self._has_memory.set()
 
     def check_not_retired(self) -> None:

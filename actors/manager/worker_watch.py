@@ -46,14 +46,12 @@ class WorkerWatch:
         self._executor = executor
         self._resets = resets
         self._watch = processes
-        self._followers: dict[str, asyncio.Task[None]] = {}
-        """The reader of each registered worker's export stream."""
-        self._signs = SignsOfLife()
-        """Signs of the registered workers."""
+        self._followers: dict[str, asyncio.Task[None]] = {}  # the reader of each registered worker's export stream
+        self._signs = SignsOfLife()  # signs of the registered workers
+        # The process of each registered worker, by its last registration.
         self._processes: dict[str, ProcessName | None] = {}
-        """The process of each registered worker, by its last registration."""
+        # Time of the last report that a host is starting this worker, for each worker that is not registered yet.
         self._starting: dict[str, float] = {}
-        """Time of the last report that a host is starting this worker, for each worker that is not registered yet."""
 
     def register(self, registration: Registration, handle: Handle) -> str | None:
         """Register a worker and begin to read its export stream; returns the reason of a refusal, or None."""

@@ -24,8 +24,8 @@ class HeldAdapters:
         self._engine = engine
         self._thread = thread
         self._adapters: set[Adapter] = set()
+        # Held while weights come or go, so that one adapter is never loaded and dropped at a time.
         self._changes = asyncio.Lock()
-        """Held while weights come or go, so that one adapter is never loaded and dropped at a time."""
 
     @property
     def all(self) -> tuple[Adapter, ...]:

@@ -21,11 +21,10 @@ if TYPE_CHECKING:  # the engine imports torch, which only a worker's process nee
 
 logger = logging.getLogger(__name__)
 
-REPORT_S = 0.5
-"""Interval between two reports of costs and metrics."""
+REPORT_S = 0.5  # interval between two reports of costs and metrics
+# Steps of an engine that are not fitted: they read the weights from the disk's cache, and touch memory for the first
+# time. One of 0.6 s in place of 0.1 s kept a worker of a quiet cluster from getting a request for half a minute.
 FIRST_STEPS = 2
-"""Steps of an engine that are not fitted: they read the weights from the disk's cache, and touch memory for the first
-time. One of 0.6 s in place of 0.1 s kept a worker of a quiet cluster from getting a request for half a minute."""
 
 
 class Measurements:
@@ -36,8 +35,7 @@ class Measurements:
         self._metrics = WorkerMetrics(worker_id, role)
         self._costs = CostFit(prior)
         self._has_measured = False
-        self._num_first = 0
-        """Steps so far, up to `FIRST_STEPS`."""
+        self._num_first = 0  # steps so far, up to `FIRST_STEPS`
         self.num_prefill_tokens = 0
         """Tokens of prompts that were computed here."""
 

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 0.5
-"""Interval between two heartbeats."""
-HEARTBEAT_TIMEOUT_S = 2.0
-"""Time after which a manager that does not answer a heartbeat counts as silent."""
+HEARTBEAT_S = 0.5  # interval between two heartbeats
+HEARTBEAT_TIMEOUT_S = 2.0  # time after which a manager that does not answer a heartbeat counts as silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +66,7 @@ class Registrar:
         self._runtime = runtime
         self._own_handle = own_handle
         self._state = state
-        self._is_asked_for = asyncio.Event()
-        """Set when a manager that has taken over asks for this worker."""
+        self._is_asked_for = asyncio.Event()  # set when a manager that has taken over asks for this worker
         self.refused_for: str | None = None
         """Last reason of the manager's for not registering this worker."""
 

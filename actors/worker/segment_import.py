@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FETCH_TIMEOUT_S = 20.0
-"""Time after which a fetch is given up."""
+FETCH_TIMEOUT_S = 20.0  # time after which a fetch is given up
 
 
 class AskEngine(Protocol):

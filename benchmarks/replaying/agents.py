@@ -17,8 +17,8 @@ from random import Random
 from benchmarks.replaying.traces import ReplayError, TraceRequest
 from raydix.engine.core.types import BlockHash, FinishReason
 
+# Reasons for the end of an answer, by their names in the trace.
 STOPS = {"tool_use": FinishReason.TOOL_CALLS, "end_turn": FinishReason.STOP, "max_tokens": FinishReason.LENGTH}
-"""Reasons for the end of an answer, by their names in the trace."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from benchmarks.replaying.routers import Router
 from benchmarks.replaying.traces import TraceRequest
 from benchmarks.replaying.worker import ReplayedRequest, ReplayWorker
 
-ASK_AGAIN_S = 0.25
-"""Between two questions of a paused request, as at an ingress replica."""
+ASK_AGAIN_S = 0.25  # between two questions of a paused request, as at an ingress replica
 
 
 class Cluster:

@@ -15,12 +15,12 @@ from benchmarks.replaying.traces import ReplayError
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.manager.placement import CostModel
 
+# So many decodes make a step twice as long, the directory thinks; at constant rates they do not, but a choice between
+# decode workers needs a reason.
 DECODES_PER_STEP = 256
-"""So many decodes make a step twice as long, the directory thinks; at constant rates they do not, but a choice between
-decode workers needs a reason."""
 STEP_COSTS = ("step_s", "prefill_token_s", "decode_token_s", "pair_s")
+# Costs that a file may leave out: a replay makes no drafts, and takes the weights of contexts from `pair_s` alone.
 NOT_REPLAYED = ("draft_token_s", "pair_share")
-"""Costs that a file may leave out: a replay makes no drafts, and takes the weights of contexts from `pair_s` alone."""
 
 
 class Speeds(Protocol):

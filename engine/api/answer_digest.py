@@ -13,9 +13,9 @@ import orjson
 Digest: TypeAlias = dict[str, str]
 """The parts of an answer by name, each as it is if it is short, else as its length and a hash."""
 
-LEFT = "the client left"
-"""Reason why an answer has no digest."""
+LEFT = "the client left"  # reason why an answer has no digest
 
+# Keys of an answer's JSON under which everything counts.
 PARTS = frozenset(
     {
         *("content", "text", "reasoning", "reasoning_content", "refusal", "thinking", "delta", "partial_json"),
@@ -24,15 +24,13 @@ PARTS = frozenset(
         *("code", "param"),
     }
 )
-"""Keys of an answer's JSON under which everything counts."""
+# Keys of counts that a stream may tell again and again: the last one counts.
 COUNTS = frozenset({"completion_tokens", "output_tokens"})
-"""Keys of counts that a stream may tell again and again: the last one counts."""
+# Keys within parts that differ between equal answers, or that a stream repeats with each event.
 UNEQUAL = frozenset({"id", "type", "object", "index", "output_index", "content_index", "signature", "annotations"})
-"""Keys within parts that differ between equal answers, or that a stream repeats with each event."""
+# Keys with the number of a choice, an item or a call, which tell the parts of several apart.
 PLACES = ("index", "output_index", "content_index")
-"""Keys with the number of a choice, an item or a call, which tell the parts of several apart."""
-LONGEST_SHOWN = 32
-"""Characters of a part that is its own digest."""
+LONGEST_SHOWN = 32  # characters of a part that is its own digest
 
 
 def digest_of(body: bytes) -> Digest:

@@ -23,16 +23,12 @@ MessagesEndpoint: TypeAlias = Literal["/v1/messages"]
 LineEndpoint: TypeAlias = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages"]
 ENDPOINTS: tuple[LineEndpoint, ...] = get_args(LineEndpoint)
 MESSAGES: MessagesEndpoint = "/v1/messages"
-MESSAGES_WINDOW = "24h"
-"""Completion window of Anthropic's batches."""
-MAX_CUSTOM_ID = 512
-"""Characters of a line's `custom_id`."""
-MIN_LIFE_S, MAX_LIFE_S = 3600, 30 * 86_400
-"""Bounds of a file's life."""
+MESSAGES_WINDOW = "24h"  # completion window of Anthropic's batches
+MAX_CUSTOM_ID = 512  # characters of a line's `custom_id`
+MIN_LIFE_S, MAX_LIFE_S = 3600, 30 * 86_400  # bounds of a file's life
 UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
 MAX_WINDOW_S = 30 * 86_400
-MODEL_FAILED = 500
-"""Status of a request with which the model raises, and would again."""
+MODEL_FAILED = 500  # status of a request with which the model raises, and would again
 
 
 # Requests
@@ -175,8 +171,8 @@ def body_place(content: bytes) -> tuple[int, int]:
     return place, len(text[start:end].encode())
 
 
+# Finds the ends of values. Numbers are not read: Python refuses those of thousands of digits.
 _PLACES = json.JSONDecoder(parse_int=len, parse_float=len, strict=False)
-"""Finds the ends of values. Numbers are not read: Python refuses those of thousands of digits."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 

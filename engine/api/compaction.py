@@ -14,28 +14,24 @@ from raydix.engine.api.spec import ChatMessage, CompactionUse, GenerationSpec, P
 from raydix.engine.core.answers.prompt_form import ChatEnd
 from raydix.engine.core.types import Sampling
 
-SUMMARY_TOKENS = 4096
-"""Most tokens of a summary."""
-BEGIN, END = "<conversation_summary>\n", "\n</conversation_summary>"
-"""Stand around a summary in the user's message."""
-BY_ROUTE = CompactionUse(threshold=0)
-"""The compaction that a client asks for by a route of its own."""
-MIN_REPLACED = 0.5
-"""Part of the threshold that a summary must take the place of."""
+SUMMARY_TOKENS = 4096  # most tokens of a summary
+BEGIN, END = "<conversation_summary>\n", "\n</conversation_summary>"  # stand around a summary in the user's message
+BY_ROUTE = CompactionUse(threshold=0)  # the compaction that a client asks for by a route of its own
+MIN_REPLACED = 0.5  # part of the threshold that a summary must take the place of
 _CONTENTS = (
     "Name the task, what has been decided and done, files, commands, names and figures that matter, what has failed, "
     "and the next steps. Write the summary alone and call no function."
 )
+# The message that asks for a summary beside which the user's words stay.
 REQUEST = (
     "Summarise this conversation for yourself, so that you can go on with the work when nothing but the user's own "
     f"messages and your summary is left. {_CONTENTS}"
 )
-"""The message that asks for a summary beside which the user's words stay."""
+# The message that asks for a summary beside which nothing stays.
 REQUEST_OF_ALL = (
     "Summarise this conversation for yourself, so that you can go on with the work when nothing but your summary is "
     f"left. {_CONTENTS}"
 )
-"""The message that asks for a summary beside which nothing stays."""
 
 
 @dataclass(frozen=True, slots=True)

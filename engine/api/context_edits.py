@@ -8,10 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-CLEARED = "[Old tool result content cleared]"
-"""Stands in place of the result of a call."""
-CLEARED_INPUT = "{}"
-"""Stands in place of the arguments of a call."""
+CLEARED = "[Old tool result content cleared]"  # stands in place of the result of a call
+CLEARED_INPUT = "{}"  # stands in place of the arguments of a call
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 

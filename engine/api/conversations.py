@@ -15,8 +15,8 @@ from raydix.engine.api.validation import parse_body, request_error
 from raydix.engine.core.errors import RequestError
 
 MAX_CONVERSATIONS = 128
+# Fields of chats whose values have no place in the answer to several.
 FOR_ONE_CHAT = ("stream", "tools", "prompt_logprobs", "input_ids", "kv_transfer_params")
-"""Fields of chats whose values have no place in the answer to several."""
 
 
 class ConversationsRequest(BaseModel):

@@ -93,8 +93,8 @@ def _parameters(of_input: Mapping[str, object]) -> Mapping[str, object]:
 
 # Lark to regular expressions
 
-MAX_NESTED = 100
-"""Rules and brackets in each other."""
+MAX_NESTED = 100  # rules and brackets in each other
+# Lark's own terminals that a grammar may import.
 _COMMON = {
     "DIGIT": "[0-9]",
     "HEXDIGIT": "[0-9A-Fa-f]",
@@ -116,7 +116,6 @@ _COMMON = {
     "LF": r"\n",
     "NEWLINE": r"(?:\r?\n)+",
 }
-"""Lark's own terminals that a grammar may import."""
 _TOKEN = re.compile(
     r"""
     (?P<space>(?:\s|//[^\n]*|\#[^\n]*)+)
@@ -130,8 +129,8 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _ESCAPE = re.compile(r"\\(?:(?P<code>x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8})|(?P<other>.))", re.DOTALL)
+# Characters by the letters behind a backslash. Before any other letter a backslash is one, as in Lark.
 _ESCAPED = dict(zip("abfnrtv\\\"'", "\a\b\f\n\r\t\v\\\"'", strict=True))
-"""Characters by the letters behind a backslash. Before any other letter a backslash is one, as in Lark."""
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 _Token = tuple[str, str]
 
@@ -148,12 +147,9 @@ class _Lark:
     def __init__(self, source: str, param: str) -> None:
         self._param = param
         self._rules: dict[str, list[_Token]] = {}
-        self._known: dict[str, str] = {}
-        """Regular expressions of rules."""
-        self._open: list[str] = []
-        """Rules that are being written, each a part of the one before."""
-        self._depth = 0
-        """Rules and brackets that are open, those of all rules together."""
+        self._known: dict[str, str] = {}  # regular expressions of rules
+        self._open: list[str] = []  # rules that are being written, each a part of the one before
+        self._depth = 0  # rules and brackets that are open, those of all rules together
         tokens = list(self._tokens(source))
         at = 0
         while at < len(tokens):

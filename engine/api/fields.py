@@ -36,14 +36,12 @@ from raydix.engine.core.types import Grammar, Sampling
 T = TypeVar("T")
 
 MAX_STOPS = 16
-MAX_STOP_LEN = 1024
-"""Characters of a stop string."""
+MAX_STOP_LEN = 1024  # characters of a stop string
 MAX_BIASES = 1024
 MAX_TOKEN_LIST = 2**20
 MAX_BAD_WORDS = 128
 MAX_PRIORITY = 10
-MAX_TEMPLATE_LEN = 65_536
-"""Characters of a chat template, and of its arguments as JSON."""
+MAX_TEMPLATE_LEN = 65_536  # characters of a chat template, and of its arguments as JSON
 MAX_TEMPLATE_ARGUMENTS = 64
 MAX_TTL_S = 366 * 86_400
 

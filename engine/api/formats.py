@@ -34,11 +34,11 @@ from raydix.engine.core.types import Grammar, GrammarKind
 MAX_CHOICES = 1000
 
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+# Fields of a `response_format`, each with the type that has the field.
 _PARTS = {
     "json_schema": "json_schema",
     **dict.fromkeys(("structures", "triggers", "at_least_one", "stop_after_first", "format"), "structural_tag"),
 }
-"""Fields of a `response_format`, each with the type that has the field."""
 
 
 class Constraint(NamedTuple):

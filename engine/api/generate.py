@@ -32,6 +32,7 @@ from raydix.engine.core.ingress.parsers.answer import AssembledMessage
 from raydix.engine.core.ingress.parsers.events import AnswerEvent, AnswerText, ArgumentsPart, CallBegins, ReasoningPart
 from raydix.engine.core.types import FinishReason, TokenLogprobs
 
+# Fields of chats alone, each with its values without effect beside None.
 _OF_CHATS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("store", "continue_final_message", "echo"), (False,)),
     **dict.fromkeys(("chat_template", "input_ids", "prediction", "reasoning_effort"), ()),
@@ -41,7 +42,6 @@ _OF_CHATS: Mapping[str, tuple[object, ...]] = {
     "include_reasoning": (True,),
     "thinking_token_budget": (-1,),
 }
-"""Fields of chats alone, each with its values without effect beside None."""
 _OF_PROMPTS: Mapping[str, tuple[object, ...]] = {"suffix": ("",), "add_special_tokens": (False,)}
 
 

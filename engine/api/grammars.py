@@ -13,10 +13,9 @@ from raydix.engine.core.errors import RequestError
 from raydix.engine.core.types import Grammar, GrammarKind
 
 MAX_GRAMMAR_CHARS = 120_000
-OPTIONS_KEY = "x-guidance"
-"""Keyword of a schema for llguidance's options, forbidden to requests."""
+OPTIONS_KEY = "x-guidance"  # keyword of a schema for llguidance's options, forbidden to requests
+# The first rule, and the line of options, of a grammar in Lark's notation.
 LARK_START, LARK_OPTIONS = "start", "%llguidance"
-"""The first rule, and the line of options, of a grammar in Lark's notation."""
 
 
 def schema_grammar(

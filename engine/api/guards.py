@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 from raydix.engine.core.errors import ContentEncodingError, MediaTypeError, PermissionDeniedError
 
 JSON = "application/json"
-IDENTITY = "identity"
-"""Name of no encoding."""
+IDENTITY = "identity"  # name of no encoding
 
 
 def require_json(content_type: str | None) -> None:

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import orjson
 
+# Header of a request that asks for the figures, with a name of `LOAD_FORMATS` in any case.
 FORMAT_HEADER = "endpoint-load-metrics-format"
-"""Header of a request that asks for the figures, with a name of `LOAD_FORMATS` in any case."""
-LOAD_HEADER = "endpoint-load-metrics"
-"""Header of the response with the figures."""
+LOAD_HEADER = "endpoint-load-metrics"  # header of the response with the figures
 TEXT, JSON = LOAD_FORMATS = ("TEXT", "JSON")
 
 

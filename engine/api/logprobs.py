@@ -24,10 +24,10 @@ TokenBytes: TypeAlias = Callable[[int], bytes]
 
 LOWEST = -9999.0
 
+# Log-probabilities of an object that is made at once: some milliseconds. A larger one is made in slices.
 SMALL = 2048
-"""Log-probabilities of an object that is made at once: some milliseconds. A larger one is made in slices."""
+# Log-probabilities of a slice: one to some milliseconds, the latter where the tokens' names are not known yet.
 SLICE = 4096
-"""Log-probabilities of a slice: one to some milliseconds, the latter where the tokens' names are not known yet."""
 
 
 class TokenNames:

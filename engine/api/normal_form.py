@@ -9,8 +9,7 @@ from raydix.engine.api.spec import GenerationSpec
 from raydix.engine.api.validation import ignored_fields
 from raydix.engine.core.errors import RequestError
 
-MAX_CHOICES = 1024
-"""Choices of one response: prompts times `n`."""
+MAX_CHOICES = 1024  # choices of one response: prompts times `n`
 
 
 def normal_form(

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from raydix.engine.core.errors import RequestError
 
+# Objectives of a request, by the names that llm-d and GKE's gateways have for them.
 TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
-"""Objectives of a request, by the names that llm-d and GKE's gateways have for them."""
 
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 

@@ -15,11 +15,9 @@ from raydix.engine.core.ingress.parsers.custom import arguments_of
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 1024
-MAX_INPUTS = 2048
-"""Inputs of a request for embeddings, as at OpenAI."""
+MAX_INPUTS = 2048  # inputs of a request for embeddings, as at OpenAI
 MAX_MESSAGES = 8192
-MAX_PARTS = 8192
-"""Parts of a message's content."""
+MAX_PARTS = 8192  # parts of a message's content
 
 MAX_LABEL_LEN = 512
 Label = Annotated[str, StringConstraints(min_length=1, max_length=MAX_LABEL_LEN)]

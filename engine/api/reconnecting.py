@@ -5,14 +5,12 @@ No I/O and no clock: lines come from the client's connection, and times are argu
 """
 
 HEADER = "Last-Event-ID"
-BEGINNING = "0"
-"""Value of the header that asks for ids from the first event on."""
+BEGINNING = "0"  # value of the header that asks for ids from the first event on
 
-TRY_FOR_S = 60.0
-"""Seconds without an event after a break, after which a client gives up."""
+TRY_FOR_S = 60.0  # seconds without an event after a break, after which a client gives up
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+# HTTP statuses of a server that may answer later. HAProxy that has just started says 404 until it knows the routes.
 AWAY = frozenset({404, 429, 502, 503, 504})
-"""HTTP statuses of a server that may answer later. HAProxy that has just started says 404 until it knows the routes."""
 
 
 class Reconnecting:

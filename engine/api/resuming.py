@@ -31,15 +31,14 @@ from raydix.engine.api.spec import DEFAULT_SAMPLING, FormSpec, GenerationSpec, R
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE
 from raydix.engine.core.errors import AnswerChangedError, RequestError
 
-MAX_CHOICES = 64
-"""Choices of a stream with ids: each id has a place of every choice."""
+MAX_CHOICES = 64  # choices of a stream with ids: each id has a place of every choice
 
 _SEAL_BYTES = 12
+# First byte of each seal: the rules by which the rest was made. A change of `seal_of` or `by_name` that gives a request
+# another seal takes the next number, so that ids of both kinds are told apart.
 _SEAL_VERSION = 1
-"""First byte of each seal: the rules by which the rest was made. A change of `seal_of` or `by_name` that gives a
-request another seal takes the next number, so that ids of both kinds are told apart."""
+# Fields that only stand in the response (`ResponseTurn.repeated`); the others are parts of the request anyway.
 _ONLY_REPEATED = ("instructions", "metadata", "prompt_cache_key", "user")
-"""Fields that only stand in the response (`ResponseTurn.repeated`); the others are parts of the request anyway."""
 _PLACE = r"[0-9]{1,9}\.[0-9]{1,9}\.[0-9a-f]{8}"
 _ID = re.compile(
     rf"(?P<places>{_PLACE}(?::{_PLACE})*):(?P<closing>[0-9]{{1,4}})"
@@ -256,8 +255,8 @@ class EventIds:
         places = (Place(),) * num_choices if last is None else last.places
         self._choices = [_Choice(place) for place in places]
         self._num_closing = 0
+        # Events behind the last choice's end that the client has.
         self._num_delivered = 0 if last is None else last.num_closing
-        """Events behind the last choice's end that the client has."""
         head = f"{origin.created:x}.{origin.seed:x}.{seal.hex()}.{origin.fingerprint or ''}.{origin.name}"
         self._head = head.encode()
 

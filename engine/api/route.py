@@ -22,8 +22,7 @@ from raydix.engine.core.errors import AuthenticationError, PermissionDeniedError
 Parse: TypeAlias = Callable[[bytes, BodyRules], GenerationSpec]
 """Makes a valid request of a body. Raises RequestError naming the field at fault."""
 
-_IN_PATH = re.compile(r"{(\w+)(:path)?}")
-"""A parameter in a route's path, in Starlette's form."""
+_IN_PATH = re.compile(r"{(\w+)(:path)?}")  # a parameter in a route's path, in Starlette's form
 
 
 class Access(Enum):

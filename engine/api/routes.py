@@ -809,8 +809,7 @@ RESET_PREFIX_CACHE = Route(
 
 # Operation
 
-TRACE_S, MAX_TRACE_S = 5.0, 60.0
-"""Seconds of a trace, by default and at most."""
+TRACE_S, MAX_TRACE_S = 5.0, 60.0  # seconds of a trace, by default and at most
 
 HEALTH = Route(
     "GET",

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 Schema: TypeAlias = Mapping[str, Any]
 """A JSON schema, as pydantic writes one for a model or one of its fields."""
 
+# A bound's name in a JSON schema, and how a table says it.
 _BOUNDS = {
     "minimum": "≥ {}",
     "exclusiveMinimum": "> {}",
@@ -17,7 +18,6 @@ _BOUNDS = {
     "maxItems": "at most {} elements",
     "pattern": "matches `{}`",
 }
-"""A bound's name in a JSON schema, and how a table says it."""
 
 
 def resolve(root: Schema, field: Schema) -> Schema:

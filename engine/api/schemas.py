@@ -5,11 +5,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from raydix.engine.api.validation import describe
 
-MAX_DEPTH = 64
-"""Nesting of a schema's JSON."""
+MAX_DEPTH = 64  # nesting of a schema's JSON
 MAX_STRICT_PROPERTIES = 5000
-MAX_STRICT_DEPTH = 10
-"""Objects within objects of a strict schema."""
+MAX_STRICT_DEPTH = 10  # objects within objects of a strict schema
 MAX_STRICT_ENUM_VALUES = 1000
 
 _IN_MAPPINGS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")

@@ -27,8 +27,7 @@ from raydix.engine.core.errors import RequestError
 from raydix.engine.core.types import TokenLogprobs
 
 MAX_LABELS = 128
-MAX_JOINED = 1 << 22
-"""Characters, or token ids, of the prompts of a request: the query counts with each item."""
+MAX_JOINED = 1 << 22  # characters, or token ids, of the prompts of a request: the query counts with each item
 
 
 class ScoringFields(InputsFields):

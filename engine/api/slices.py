@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import orjson
 
-SLICE_IDS = 16_384
-"""Token ids of a slice: a fraction of a millisecond."""
+SLICE_IDS = 16_384  # token ids of a slice: a fraction of a millisecond
 
+# Marks the place of a value. JSON escapes this character in texts, so that it stands nowhere else.
 _PLACE = b"\x00"
-"""Marks the place of a value. JSON escapes this character in texts, so that it stands nowhere else."""
 
 
 class Sliced:

@@ -22,17 +22,13 @@ Api: TypeAlias = Literal["openai", "messages", "responses"]
 ChatMessage: TypeAlias = Mapping[str, object]
 """`role` and `content` (str), and further keys for the chat template: `name`, `tool_call_id`, `tool_calls`."""
 
-DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's `max_tokens` of a completion that does not say; a chat may fill the context."""
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's `max_tokens` of a completion that does not say; a chat may fill the context
 
-DEFAULT_THRESHOLD = 150_000
-"""Anthropic's default number of tokens above which a conversation begins anew."""
+DEFAULT_THRESHOLD = 150_000  # Anthropic's default number of tokens above which a conversation begins anew
 
-MAX_OBJECTIVE_MS = 3_600_000
-"""Bound of an objective: an hour."""
+MAX_OBJECTIVE_MS = 3_600_000  # bound of an objective: an hour
 
-MAX_LISTED = 2**20
-"""Log-probabilities of a response that lists all tokens at each position."""
+MAX_LISTED = 2**20  # log-probabilities of a response that lists all tokens at each position
 
 _SEED_MASK = 2**63 - 1
 _ODD = 0x9E3779B97F4A7C15
@@ -272,8 +268,8 @@ class RetentionSpec:
     """Each answer gets a reference by which a later chat can go on from its token ids."""
 
 
+# Sampling parameters of a request without sampling fields; limit and seed are settled by `sampling_params`.
 DEFAULT_SAMPLING = Sampling(max_tokens=0)
-"""Sampling parameters of a request without sampling fields; limit and seed are settled by `sampling_params`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

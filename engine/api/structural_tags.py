@@ -15,8 +15,7 @@ from raydix.engine.api.validation import describe
 from raydix.engine.core.types import Grammar, GrammarKind
 
 MAX_STRUCTURES = 128
-MAX_NESTED = 16
-"""Levels of a format."""
+MAX_NESTED = 16  # levels of a format
 TAG_KEYS = ("type", "triggers", "structures", "at_least_one", "stop_after_first", "format")
 _STRUCTURE_KEYS = ("begin", "schema", "end")
 _FLAGS = ("at_least_one", "stop_after_first")

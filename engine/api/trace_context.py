@@ -6,13 +6,11 @@ https://www.w3.org/TR/trace-context-2/
 import re
 from typing import NamedTuple, Self
 
-PARENT, STATE = "traceparent", "tracestate"
-"""Headers: the place, and what other tracing systems add to it."""
+PARENT, STATE = "traceparent", "tracestate"  # headers: the place, and what other tracing systems add to it
 
 _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 1
-_MOST_STATE = 512
-"""Characters of `tracestate` that are passed on; the recommendation asks for as many."""
+_MOST_STATE = 512  # characters of `tracestate` that are passed on; the recommendation asks for as many
 
 
 class TraceContext(NamedTuple):

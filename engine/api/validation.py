@@ -24,18 +24,14 @@ from raydix.engine.core.errors import RequestError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
+# Description of a field that takes any value and has no effect.
 IGNORED = "A hint without effect here: any value is taken. The header `x-raydix-ignored` of the response names it."
-"""Description of a field that takes any value and has no effect."""
+# Description of a field that takes null and values that ask for nothing.
 NOT_SUPPORTED = "Not supported: any other value is refused."
-"""Description of a field that takes null and values that ask for nothing."""
-MAX_EXACT = 2**53
-"""Bound of the integers that floats hold exactly."""
-MAX_NAMED = 16
-"""Values at fault that one error names."""
-MAX_UNKNOWN = 64
-"""Unknown fields that one object of a body may have where unknown fields are taken."""
-MAX_IGNORED = 32
-"""Fields without effect that are named for one request."""
+MAX_EXACT = 2**53  # bound of the integers that floats hold exactly
+MAX_NAMED = 16  # values at fault that one error names
+MAX_UNKNOWN = 64  # unknown fields that one object of a body may have where unknown fields are taken
+MAX_IGNORED = 32  # fields without effect that are named for one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +51,7 @@ def hint(*neutral: object) -> Hint:
     return Hint(neutral)
 
 
-TAKES_UNKNOWN: Mapping[str, object] = {}
-"""Context of a validation in which unknown fields are taken."""
+TAKES_UNKNOWN: Mapping[str, object] = {}  # context of a validation in which unknown fields are taken
 
 
 class StrictModel(BaseModel):
@@ -94,8 +89,7 @@ def _integral(value: object) -> object:
     return value
 
 
-INTEGRAL = BeforeValidator(_integral)
-"""Lets a field that is an integer take 4.0."""
+INTEGRAL = BeforeValidator(_integral)  # lets a field that is an integer take 4.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ class WireFormat:
         return self.statuses.get(error.status, error.status)
 
 
+# Sent in a stream in place of `waiting` while its session waits for its turn; a comment, which clients ignore.
 PAUSED = b": x-raydix-paused\n\n"
-"""Sent in a stream in place of `waiting` while its session waits for its turn; a comment, which clients ignore."""
 
 
 def reset_s(allowance: Allowance) -> int:

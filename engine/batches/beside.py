@@ -15,10 +15,9 @@ from raydix.engine.core.errors import RequestError
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Size of JSON above which it is read in a process beside: as much keeps the interpreter for some ten milliseconds.
 BESIDE_BYTES = 64 << 10
-"""Size of JSON above which it is read in a process beside: as much keeps the interpreter for some ten milliseconds."""
-NICENESS = 5
-"""Priority of such a process below those that pass tokens on."""
+NICENESS = 5  # priority of such a process below those that pass tokens on
 
 
 async def run_beside(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

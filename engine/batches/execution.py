@@ -16,10 +16,8 @@ from raydix.engine.batches.runner import Answer, BatchRunner, Slots
 from raydix.engine.core.batches.batch_run import BatchRun, Progress
 from raydix.engine.core.batches.records import Problem, Record
 
-OBSERVE_S = 1.0
-"""Pause between two looks at the disk: for a cancellation, and to show the progress."""
-MEASURE_S = 60.0
-"""Pause between two sums of the tenant's bytes on the disk."""
+OBSERVE_S = 1.0  # pause between two looks at the disk: for a cancellation, and to show the progress
+MEASURE_S = 60.0  # pause between two sums of the tenant's bytes on the disk
 FULL = Problem("storage_full", "The tenant's or the server's room for files is used up.")
 CHANGED = Problem("input_changed", "The input file is not what it was when the batch began.")
 

@@ -28,10 +28,8 @@ from raydix.engine.core.errors import BodyTooLargeError, NotFoundError, Overload
 
 FILE_ID = re.compile("file-[0-9a-f]{32}")
 RECORD, CONTENT = "record.json", "content"
-OPEN = "open"
-"""Folder of the batches under way (`raydix.engine.batches.batch_store`)."""
-STALE_S = 86_400
-"""Age of an unfinished file that nobody writes any more."""
+OPEN = "open"  # folder of the batches under way (`raydix.engine.batches.batch_store`)
+STALE_S = 86_400  # age of an unfinished file that nobody writes any more
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from pathlib import Path
 from raydix.engine.batches.disk import sync_folder
 from raydix.engine.core.batches.records import Answered, Record, decode, encode
 
-SYNC_S = 1.0
-"""Pause between two syncs of answers."""
+SYNC_S = 1.0  # pause between two syncs of answers
 
 
 class Journal:
@@ -23,8 +22,7 @@ class Journal:
         self.path = path
         self._clock = clock
         self._handle: int | None = None
-        self._places: dict[int, tuple[int, int]] = {}
-        """Place and length of the record of each answered line."""
+        self._places: dict[int, tuple[int, int]] = {}  # place and length of the record of each answered line
         self._size = 0
         self._synced_at = clock()
 

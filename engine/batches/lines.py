@@ -20,10 +20,8 @@ from raydix.engine.batches.beside import BESIDE_BYTES, run_beside
 from raydix.engine.core.batches.lines import PrefixOrder
 from raydix.engine.core.batches.records import Problem
 
-MAX_PROBLEMS = 100
-"""Most problems told of one file."""
-BUSY_S = 0.002
-"""Seconds of work between two pauses as long: other threads have turns."""
+MAX_PROBLEMS = 100  # most problems told of one file
+BUSY_S = 0.002  # seconds of work between two pauses as long: other threads have turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +102,7 @@ class _Reading:
         self._endpoint = endpoint
         self._limits = limits
         self._order = PrefixOrder()
-        self._line_of: dict[str, int] = {}
-        """Number of the line with a `custom_id`, from 1 and with empty lines."""
+        self._line_of: dict[str, int] = {}  # number of the line with a `custom_id`, from 1 and with empty lines
 
     def steps(self) -> Iterator[None]:
         """Read the file, a line at each step."""

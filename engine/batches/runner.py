@@ -14,8 +14,7 @@ from raydix.engine.core.batches.records import Record
 
 Answer: TypeAlias = Callable[[str, bytes], Awaitable[LineAnswer]]
 """Gives the response to a body at a route; never raises."""
-LOOK_S = 0.25
-"""Pause between two looks for room and for reasons to stop."""
+LOOK_S = 0.25  # pause between two looks for room and for reasons to stop
 SUCCESS = 200
 
 

@@ -16,16 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
 
-KEPT = 0.995
-"""Share that is left after half a second of the observations of imports, and of steps while there are none."""
+KEPT = 0.995  # share that is left after half a second of the observations of imports, and of steps while there are none
+# Bound of the weight of a token behind many others, so that a prefill goes on whatever the fit says.
 MAX_CONTEXT_WEIGHT = 16.0
-"""Bound of the weight of a token behind many others, so that a prefill goes on whatever the fit says."""
+# Bounds of the time of a multiplication in attention, in times of one in the model's matrices. The fit alone tells
+# pairs and tokens apart too badly: while chunks shrink with the context, all take about the same time.
 LEAST_EFFORT, MOST_EFFORT = 1.5, 3.0
-"""Bounds of the time of a multiplication in attention, in times of one in the model's matrices. The fit alone tells
-pairs and tokens apart too badly: while chunks shrink with the context, all take about the same time."""
+# A step of prefills alone may take so many times as long as one beside decodes: nobody waits for a next token, but the
+# first one of a request that comes meanwhile waits.
 ALONE = 4.0
-"""A step of prefills alone may take so many times as long as one beside decodes: nobody waits for a next token, but the
-first one of a request that comes meanwhile waits."""
 
 
 def alone(context_weight: float) -> float:
@@ -126,8 +125,7 @@ class CostFit:
 
         self.num_steps = 0
         """Steps observed so far."""
-        self._num_steps_before = 0
-        """`num_steps` at the last call of `fade`."""
+        self._num_steps_before = 0  # `num_steps` at the last call of `fade`
 
     def step(self, shape: StepShape, seconds: float) -> None:
         """Observe a step."""

@@ -14,15 +14,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 
-WINDOW = 64
-"""Tokens behind the first other one that the rules look at."""
-SHOWN = 160
-"""Characters of a text that is shown."""
-SLACK = 24
-"""Characters at the end of a window that are not compared: another token may have cut them otherwise."""
+WINDOW = 64  # tokens behind the first other one that the rules look at
+SHOWN = 160  # characters of a text that is shown
+SLACK = 24  # characters at the end of a window that are not compared: another token may have cut them otherwise
 DIGEST_BYTES = 8
-COMPARED_AT_ONCE = 4096
-"""Tokens."""
+COMPARED_AT_ONCE = 4096  # tokens
 
 
 class PartKind(StrEnum):

@@ -15,27 +15,22 @@ from typing import NamedTuple
 
 from raydix.engine.core.divergence import Divergence, PromptRecord, Reason, divergence, num_common
 
-PERIOD_S = 3600.0
-"""Age of the oldest prompts of a report."""
+PERIOD_S = 3600.0  # age of the oldest prompts of a report
 DAY_S = 86_400.0
-SHORTEST_S = 60.0
-"""Prompts of less time than this are not extrapolated to a day as if they went on so."""
+SHORTEST_S = 60.0  # prompts of less time than this are not extrapolated to a day as if they went on so
 MOST_PROMPTS = 2048
-MOST_TOKENS = 1 << 22
-"""Tokens of the prompts of a report: the latest ones."""
+MOST_TOKENS = 1 << 22  # tokens of the prompts of a report: the latest ones
 MOST_FINDINGS = 20
-RUN = 24
-"""Tokens in a row that two texts have in common by more than a chat template and the frame of tools in JSON."""
-LEAST_LOST = 48
-"""Tokens behind a parting below which nothing is said of it."""
+RUN = 24  # tokens in a row that two texts have in common by more than a chat template and the frame of tools in JSON
+LEAST_LOST = 48  # tokens behind a parting below which nothing is said of it
+# Share of the shorter rest behind a parting below which two prompts are not taken for almost the same.
 LEAST_SHARE = 0.4
-"""Share of the shorter rest behind a parting below which two prompts are not taken for almost the same."""
-SEED = 8
-"""Tokens in a row by which a run is found."""
+SEED = 8  # tokens in a row by which a run is found
 
+# Sources of missing blocks (`raydix.engine.core.manager.explain.BlockSource`) that are reasons of their own.
 EVICTED, LOST, RECOMPUTED, NO_STATE = "evicted", "lost", "recomputed", "no_state"
-"""Sources of missing blocks (`raydix.engine.core.manager.explain.BlockSource`) that are reasons of their own."""
 
+# What to change, by reason.
 ADVICE: Mapping[str, str] = MappingProxyType(
     {
         Reason.VOLATILE: "A date, a time, a counter or an id changes here: move it behind everything that stays, into "
@@ -60,7 +55,6 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         LOST: "The KV went with a worker that ended, by a reset or by a failure.",
     }
 )
-"""What to change, by reason."""
 
 
 class Miss(NamedTuple):

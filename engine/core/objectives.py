@@ -40,9 +40,9 @@ class Objectives:
 
 NO_OBJECTIVES = Objectives()
 
+# `priority` of a late request that gives way to others; from here on requests, lines of batches too, keep nobody else
+# waiting.
 LATE_PRIORITY = 2**62
-"""`priority` of a late request that gives way to others; from here on requests, lines of batches too, keep nobody
-else waiting."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from raydix.engine.core.eviction.policies import EvictionPolicy
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import DraftSource
 
-GIB = 1 << 30
-"""Bytes."""
+GIB = 1 << 30  # bytes
 
 Quantization: TypeAlias = Literal["int8", "stored"]
 """Weights of matrix products: rounded to int8 with a float32 scale for each output channel, or in the 4 to 8 bits in

@@ -7,8 +7,7 @@ A process that is slow is not dead: one that answers nothing but was seen to com
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-COMPUTING_S = 30.0
-"""Longest time for which a process that computes may answer nothing."""
+COMPUTING_S = 30.0  # longest time for which a process that computes may answer nothing
 
 
 @dataclass(slots=True)

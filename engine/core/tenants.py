@@ -64,12 +64,11 @@ class Tenant:
             )
 
 
+# Tenant of all requests without configured tenants, and of requests of the Python handle without a tenant.
 ANONYMOUS = Tenant("anonymous")
-"""Tenant of all requests without configured tenants, and of requests of the Python handle without a tenant."""
 
 
-EVERYONE = replace(ANONYMOUS, is_admin=True)
-"""Tenant of all HTTP requests without configured tenants: trusted."""
+EVERYONE = replace(ANONYMOUS, is_admin=True)  # tenant of all HTTP requests without configured tenants: trusted
 
 
 class Tenants:

@@ -16,8 +16,7 @@ class AdapterStore:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._loras: dict[bytes, Lora] = {}
-        self._kept: set[bytes] = set()
-        """Digests of the configured adapters, which are never dropped."""
+        self._kept: set[bytes] = set()  # digests of the configured adapters, which are never dropped
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._loras

@@ -22,12 +22,10 @@ from raydix.engine.model.stored_tensors import StoredTensor, read_tensors, text_
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-FILES = (CONFIG, WEIGHTS)
-"""Files of an adapter's folder."""
+FILES = (CONFIG, WEIGHTS)  # files of an adapter's folder
 DIGEST_BYTES = 16
 
-_PREFIX = "base_model.model."
-"""Stands before the model's own name of each module."""
+_PREFIX = "base_model.model."  # stands before the model's own name of each module
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 _PROJECTION = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj")
 
@@ -41,6 +39,7 @@ _READ = {
     "bias",
     "init_lora_weights",
 }
+# Settings of training, or said by the tensors' names and shapes as well.
 _WITHOUT_EFFECT = {
     "task_type",
     "auto_mapping",
@@ -63,10 +62,9 @@ _WITHOUT_EFFECT = {
     "qalora_group_size",
     "ensure_weight_tying",
 }
-"""Settings of training, or said by the tensors' names and shapes as well."""
 _KNOWN = _READ | _WITHOUT_EFFECT
+# Ways to begin training that take a part out of the model's own weights, as loading the adapter does again.
 _CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Ways to begin training that take a part out of the model's own weights, as loading the adapter does again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from raydix.engine.model.tool_texts import as_text
 
 Messages = Sequence[Mapping[str, Any]]
 
+# Text by which a chat template shows the format of its calls.
 TOOL_MARKS = (
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
@@ -24,7 +25,6 @@ TOOL_MARKS = (
     ("<|python_tag|>", "llama3"),
     ('"parameters": ', "llama3"),
 )
-"""Text by which a chat template shows the format of its calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +294,7 @@ def _parsed(arguments: str) -> object:
     return value if isinstance(value, dict) else arguments
 
 
-NAMES = "messages.name"
-"""The name of a speaker as one of the fields that are hints."""
+NAMES = "messages.name"  # the name of a speaker as one of the fields that are hints
 
 
 def _left_out(tokenizer: Tokenizer, messages: Messages, tools: Messages, template: ChatTemplate) -> Sequence[str]:

@@ -12,8 +12,7 @@ from typing import Any, Literal, TypeAlias
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.packed_weights import Packing
 
-STORED_BITS = "stored_bits"
-"""Key of `ModelConfig.stored_bits` in the `config.json` of a converted file."""
+STORED_BITS = "stored_bits"  # key of `ModelConfig.stored_bits` in the `config.json` of a converted file
 
 JsonObject: TypeAlias = Mapping[str, Any]
 Activation: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swiglu"]

@@ -30,8 +30,8 @@ class Staging:
         self._queue = queue
         self._piece_bytes = piece_bytes
         self._buffers = [queue.pinned(piece_bytes) for _ in range(2)]
+        # Until the last copy from or to the buffer is done.
         self._waits: list[Callable[[], None]] = [_nothing, _nothing]
-        """Until the last copy from or to the buffer is done."""
         self._lock = threading.Lock()
 
     def to_host(self, source: Tensor, target: Tensor, after: Callable[[], None]) -> None:

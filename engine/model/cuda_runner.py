@@ -32,18 +32,16 @@ from raydix.engine.model.runner import ModelRunner, have_adapters, made_up_step
 
 MAX_ROWS = 512
 MIN_TOKENS = 1024
+# Rows times context of one graph: bounds its block tables, and the splits that attention's kernels are started for.
 MAX_TOKENS = 1 << 24
-"""Rows times context of one graph: bounds its block tables, and the splits that attention's kernels are started for."""
 FIELDS = 4
 PADDING = (0, 0, -1, 1)
-CHUNK = 128
-"""Tokens of the shortest chunk for which kernels are chosen by the number of tokens."""
-SHORT = 32
-"""Tokens of a chunk that attention counts among those of many queries, though they are few."""
+CHUNK = 128  # tokens of the shortest chunk for which kernels are chosen by the number of tokens
+SHORT = 32  # tokens of a chunk that attention counts among those of many queries, though they are few
+# Launches every kernel of sampling. Without a top-k, top-p or min-p the drawing kernel is another variant.
 EVERYTHING = Sampling(
     max_tokens=1, top_k=1, presence_penalty=1.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
 )
-"""Launches every kernel of sampling. Without a top-k, top-p or min-p the drawing kernel is another variant."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -12,10 +12,9 @@ import torch
 
 from raydix.engine.model.host_memory import host_memory
 
-SHARE = 0.9
-"""Share of a GPU's memory that may be used."""
+SHARE = 0.9  # share of a GPU's memory that may be used
+# Share of a node's free memory that a worker on a CPU takes where no launcher has planned: others may do the same.
 UNPLANNED_SHARE = 0.25
-"""Share of a node's free memory that a worker on a CPU takes where no launcher has planned: others may do the same."""
 
 
 class DeviceMemory(Protocol):

@@ -51,13 +51,14 @@ _SANDWICH_LAYER_TENSORS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+# The experts' tensors are one of all, and become one for each expert, whose number takes the place of the braces.
 _EXPERT_TENSORS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-"""The experts' tensors are one of all, and become one for each expert, whose number takes the place of the braces."""
+# Bits of a weight by its block's kind, scales included. Numbers of five and six bits take eight.
 MEMORY_BITS = {
     "Q4_0": 4.75,
     "Q4_1": 5.5,
@@ -68,9 +69,8 @@ MEMORY_BITS = {
     "Q5_K": 8.63,
     "Q6_K": 8.57,
 }
-"""Bits of a weight by its block's kind, scales included. Numbers of five and six bits take eight."""
+# About the same by a file's `general.file_type`: a few of its matrices are of another kind than most.
 FILE_BITS = {2: 4.9, 3: 5.6, 7: 8.8, 8: 8.8, 9: 9.5, 14: 5.3, 15: 6.3, 16: 8.7, 17: 8.7, 18: 8.7}
-"""About the same by a file's `general.file_type`: a few of its matrices are of another kind than most."""
 _ROPE_FACTORS = "rope_freqs.weight"
 _SINGLE_DIGIT_VOCABULARIES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 _SHARD_BYTES = 2 << 30

@@ -139,6 +139,7 @@ def _q6_k(blocks: Tensor) -> GroupedWeight:
     )
 
 
+# Kinds of blocks that are kept, by GGUF's names.
 KINDS = {
     "Q4_0": Kind(32, 18, _q4_0),
     "Q4_1": Kind(32, 20, _q4_1),
@@ -149,4 +150,3 @@ KINDS = {
     "Q5_K": Kind(256, 176, _q5_k),
     "Q6_K": Kind(256, 210, _q6_k),
 }
-"""Kinds of blocks that are kept, by GGUF's names."""

@@ -9,8 +9,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+# Formats of numbers, by the file's number of their type.
 _FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-"""Formats of numbers, by the file's number of their type."""
 _STRING, _ARRAY = 8, 9
 
 

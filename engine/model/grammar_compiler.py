@@ -20,8 +20,7 @@ from raydix.engine.model.lead_masks import LeadMasks
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_COMPILED = 256
-"""Grammars kept compiled; others are compiled again when needed."""
+MAX_COMPILED = 256  # grammars kept compiled; others are compiled again when needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +43,10 @@ class GrammarCompiler:
         self.table: Sequence[bytes] | None = None
         """The bytes of each token; None until a grammar has a lead."""
         self.leads: LeadMasks | None = None
-        self._loading = Lock()
-        """Held while the tokenizer, or the table of its tokens, is made."""
+        self._loading = Lock()  # held while the tokenizer, or the table of its tokens, is made
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        # Held around `_compiled`, which the engine's thread, the compiling one and the one of masks use.
         self._lock = Lock()
-        """Held around `_compiled`, which the engine's thread, the compiling one and the one of masks use."""
         self.hard: set[bytes] = set()
         """Grammars in which nothing is chosen: a walk took too long, or broke its matcher."""
         self.long: set[bytes] = set()

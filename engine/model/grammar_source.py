@@ -30,15 +30,13 @@ from raydix.engine.model.grammar_tokens import (
 )
 
 NO_TOKENS: Tokens = {}
-EMPTY = '""'
-"""The empty text in a rule."""
-MAX_LEXER_STATES = 50_000
-"""Most states of a grammar's lexer, of one or two kilobytes each."""
+EMPTY = '""'  # the empty text in a rule
+MAX_LEXER_STATES = 50_000  # most states of a grammar's lexer, of one or two kilobytes each
+# Longest text without a choice whose tokens are looked for: at one to four microseconds a byte, 16 to 65 ms in which
+# llguidance holds the interpreter's lock.
 MAX_FORCED_BYTES = 16 << 10
-"""Longest text without a choice whose tokens are looked for: at one to four microseconds a byte, 16 to 65 ms in which
-llguidance holds the interpreter's lock."""
+# A number of repetitions in a JSON Schema, or in a regular expression.
 _NUM_REPEATED = re.compile(r'(?:[{~]|"min[A-Z][a-z]+":)\s*([0-9]{1,9})')
-"""A number of repetitions in a JSON Schema, or in a regular expression."""
 
 
 class GrammarError(ValueError):

@@ -11,11 +11,11 @@ from raydix.engine.model.config import read_json
 from raydix.engine.model.grammar_source import GrammarError, first_words
 from raydix.engine.model.tokenizer import Tokenizer, eos_token_ids
 
+# Class of tokenizers of which transformers changes nothing that the folder's `tokenizer.json` says.
 SAVED_WHOLE = "TokenizersBackend"
-"""Class of tokenizers of which transformers changes nothing that the folder's `tokenizer.json` says."""
 
+# Keys of a folder's `tokenizer_config.json` whose tokens transformers adds.
 _ADDING = {"added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"}
-"""Keys of a folder's `tokenizer_config.json` whose tokens transformers adds."""
 
 
 class _Parts(NamedTuple):

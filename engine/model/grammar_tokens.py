@@ -28,8 +28,7 @@ _PIECE = re.compile(
     """,
     re.VERBOSE | re.MULTILINE,
 )
-_FLAGS = re.compile(r"\(\?[A-Za-z-]+\)")
-"""Flags of the rest of a group, such as `(?i)`."""
+_FLAGS = re.compile(r"\(\?[A-Za-z-]+\)")  # flags of the rest of a group, such as `(?i)`
 _QUANTIFIERS = frozenset("*+?{")
 
 

@@ -35,16 +35,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CHOICE_SHARE = 0.02
-"""Part of the engine's time that walks may take on average."""
-MAX_WALK_S = 0.5e-3
-"""Processor time of one walk; the mask with which the walk exceeds the time is its last."""
-HARD_S = 5e-3
-"""Processor time of a walk, mostly of one mask, that makes a grammar a hard one."""
+CHOICE_SHARE = 0.02  # part of the engine's time that walks may take on average
+MAX_WALK_S = 0.5e-3  # processor time of one walk; the mask with which the walk exceeds the time is its last
+HARD_S = 5e-3  # processor time of a walk, mostly of one mask, that makes a grammar a hard one
 
 
-MOST_S = 1e-3
-"""Processor time that may be saved up."""
+MOST_S = 1e-3  # processor time that may be saved up
 
 
 class TimeShare:
@@ -109,8 +105,7 @@ class Grammars:
     def __init__(self, load: "Callable[[], LLTokenizer]", vocab_size: int) -> None:
         self._num_words = num_words(vocab_size)
         self.compiler = GrammarCompiler(load, self._num_words)
-        self._matchers: dict[str, tuple[int, Matcher]] = {}
-        """Matchers by request id, each with its attempt."""
+        self._matchers: dict[str, tuple[int, Matcher]] = {}  # matchers by request id, each with its attempt
         self._masker: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None
         self._walking = TimeShare(CHOICE_SHARE)

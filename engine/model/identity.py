@@ -123,8 +123,8 @@ def _sample(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
         yield file.read(min(_SAMPLE_BYTES, end - start))
 
 
+# Files of tokenizers in other formats than `tokenizers`'s own, which only transformers reads.
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
-"""Files of tokenizers in other formats than `tokenizers`'s own, which only transformers reads."""
 
 
 def num_token_ids(folder: Path) -> int | None:

@@ -34,8 +34,7 @@ class IsolatedStep:
     """True if one run sufficed, so that its time is typical of the step."""
 
 
-NUM_ALONE = 4
-"""Tokens of a suspect, behind what it brought along, that are computed alone."""
+NUM_ALONE = 4  # tokens of a suspect, behind what it brought along, that are computed alone
 
 
 def run_isolated(runner: Runner, output: SchedulerOutput, note_work: NoteWork = note_nothing) -> IsolatedStep:

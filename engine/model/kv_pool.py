@@ -20,8 +20,7 @@ from raydix.kernels.kv_unpack import kv_unpack
 
 ByteArray: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
-ALIGNMENT = 4096
-"""Bytes; the pool begins at a page, so that no vector of the kernels lies across two cache lines."""
+ALIGNMENT = 4096  # bytes; the pool begins at a page, so that no vector of the kernels lies across two cache lines
 
 
 class KVPool:

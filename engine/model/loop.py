@@ -14,11 +14,9 @@ from raydix.engine.model.engine import Engine, StepResult
 
 logger = logging.getLogger(__name__)
 
-_SPIN_S = 0.001
-"""Pause while requests exist but none can move: exports that hold blocks are about to release them."""
+_SPIN_S = 0.001  # pause while requests exist but none can move: exports that hold blocks are about to release them
 
-PREPARE_S = 3.0
-"""Time without a step after which the engine prepares for requests of kinds that it has not had."""
+PREPARE_S = 3.0  # time without a step after which the engine prepares for requests of kinds that it has not had
 
 NICENESS = {Role.PREFILL: 5, Role.MIXED: 5, Role.ELASTIC: 5, Role.DECODE: 10}
 """Niceness of an engine's thread and its child threads, on top of the process's.
@@ -51,8 +49,8 @@ class EngineLoop:
         self._publish = publish
         self._on_broken = on_broken
         self._niceness = NICENESS[role]
+        # Time at which the engine prepares if it has had no step until then; None when it has prepared.
         self._prepares_at: float | None = None
-        """Time at which the engine prepares if it has had no step until then; None when it has prepared."""
         self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         if engine.grammars is not None:
             engine.grammars.compiler.wake = lambda: self.post(lambda engine: None)

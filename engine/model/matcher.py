@@ -11,8 +11,8 @@ from raydix.engine.core.answers.lead import Before, Behind, Inside, Lead
 from raydix.engine.core.worker.drafts.forms import CERTAIN, Choose, FormToken
 from raydix.engine.model.grammar_source import MAX_FORCED_BYTES, GrammarError, first_words
 
+# Most tokens of which one is chosen. Between two texts more are allowed: every token that begins one of them.
 FEW = 256
-"""Most tokens of which one is chosen. Between two texts more are allowed: every token that begins one of them."""
 PLACE_BYTES = 16
 
 
@@ -59,10 +59,8 @@ class Matcher:
         """Place in the lead; None behind it."""
         self.is_bound = not isinstance(self.place, Inside)
         """True if the next token may go on in the grammar."""
-        self._leading: list[Led] = []
-        """Tokens consumed while there was, or could be, a lead."""
-        self._num_matched = 0
-        """Tokens of these that the grammar has consumed, too."""
+        self._leading: list[Led] = []  # tokens consumed while there was, or could be, a lead
+        self._num_matched = 0  # tokens of these that the grammar has consumed, too
 
     def follow(self, token_ids: Sequence[int], start: int = 0) -> None:
         """Consume the new tokens of an answer, which is `token_ids` from `start` on.

@@ -17,15 +17,13 @@ if TYPE_CHECKING:  # nobody waits for torch who only reads a description
 
 Method: TypeAlias = Literal["awq", "gptq", "compressed-tensors"]
 WORD_BITS = 32
-LONGEST = 128
-"""Input features of a group in memory, at most; longer groups are several with the same scale."""
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Columns of a word's numbers, from the lowest bits on."""
+LONGEST = 128  # input features of a group in memory, at most; longer groups are several with the same scale
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of a word's numbers, from the lowest bits on
 ZEROS = {"awq": "qzeros", "gptq": "qzeros", "compressed-tensors": "weight_zero_point"}
 SCALES = {"awq": "scales", "gptq": "scales", "compressed-tensors": "weight_scale"}
 NUMBERS = {"awq": "qweight", "gptq": "qweight", "compressed-tensors": "weight_packed"}
+# Parts that say again what follows from the configuration: the order of groups is the usual one, or refused.
 UNUSED = ("g_idx", "weight_shape", "weight_g_idx")
-"""Parts that say again what follows from the configuration: the order of groups is the usual one, or refused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# Characters without a meaning of their own, which nearly no text has.
 PRIVATE_USE = range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)
-"""Characters without a meaning of their own, which nearly no text has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from raydix.engine.model.sizes import SCORED_ROWS
 from raydix.engine.model.state_pool import StatePool
 from raydix.kernels.states import NO_STATE, StateUse
 
-PLAIN = Sampling(max_tokens=1)
-"""The wishes of a request that has none."""
+PLAIN = Sampling(max_tokens=1)  # the wishes of a request that has none
 
 
 class Runner(Protocol):
@@ -133,8 +132,7 @@ def _pool(hidden: Tensor, chunks: Iterable[ScheduledChunk]) -> dict[str, list[by
     return sums
 
 
-CERTAIN = TokenLogprobs(0.0, (), (), 1)
-"""The log-probability of a token for which there is no other choice."""
+CERTAIN = TokenLogprobs(0.0, (), (), 1)  # the log-probability of a token for which there is no other choice
 
 
 class NullRunner:

@@ -17,10 +17,8 @@ from raydix.engine.model.masks import early_stops, num_words, own_mask
 from raydix.kernels.sample import Controls, LogitBias, Penalties, TokenMask, sample
 from raydix.kernels.sample.reference import adjusted_row
 
-MAX_RANKED = 20
-"""Most tokens that the kernel ranks for one row."""
-MAX_TUPLE = 128
-"""Longest list of tokens as a tuple."""
+MAX_RANKED = 20  # most tokens that the kernel ranks for one row
+MAX_TUPLE = 128  # longest list of tokens as a tuple
 
 _CONTROL_DTYPES = tuple(column.dtype for column in Controls.neutral(0))
 

@@ -27,10 +27,8 @@ from raydix.engine.model.tokenizer import Tokenizer
 from raydix.engine.model.tool_texts import call_text
 
 SCRIPT = "script.jsonl"
-WINDOW = 16_384
-"""Tokens at a prompt's end in which the texts of a script are looked for."""
-MAX_KEPT = 1024
-"""Answers of requests that are kept between steps; others are made again."""
+WINDOW = 16_384  # tokens at a prompt's end in which the texts of a script are looked for
+MAX_KEPT = 1024  # answers of requests that are kept between steps; others are made again
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +98,7 @@ class ScriptedRunner(NullRunner):
         self._script = script
         self._grammars = grammars
         self._end = tokenizer.eos_token_ids[0]
-        self._answers: OrderedDict[str, tuple[int, ...]] = OrderedDict()
-        """Tokens of answers by request."""
+        self._answers: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # tokens of answers by request
 
     def run(self, output: SchedulerOutput) -> RunnerOutput:
         """Return the next token of its answer for each row, and all else as the null model has it."""

@@ -11,24 +11,18 @@ from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import Quantization
 from raydix.engine.model.config import ExpertsConfig, ModelConfig, RecurrentConfig
 
+# Bytes of one number of each dtype that a model may compute in.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of one number of each dtype that a model may compute in."""
-SCORED_ROWS = 128
-"""Rows whose logits are held at once when prompts are scored."""
-LOGITS_BYTES = 3 * 4
-"""Bytes of one logit while rows are sampled: in float32, adjusted, and for a ranking."""
+SCORED_ROWS = 128  # rows whose logits are held at once when prompts are scored
+LOGITS_BYTES = 3 * 4  # bytes of one logit while rows are sampled: in float32, adjusted, and for a ranking
+# Endings of the two tensors of a weight in MXFP4: two numbers to a byte, and exponents.
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Endings of the two tensors of a weight in MXFP4: two numbers to a byte, and exponents."""
+# Names below a layer of two tensors with all its experts.
 STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-"""Names below a layer of two tensors with all its experts."""
-SHARED = "mlp.shared_expert"
-"""Name below a layer of the expert that every token goes through."""
-STATE_SHARE = 0.5
-"""Share of a pool's memory that recurrent states may take."""
-MOST_SNAPSHOTS = 256
-"""Recurrent states beside those of running requests, at most."""
-MXFP4_COLUMNS = 32
-"""Columns of one block."""
+SHARED = "mlp.shared_expert"  # name below a layer of the expert that every token goes through
+STATE_SHARE = 0.5  # share of a pool's memory that recurrent states may take
+MOST_SNAPSHOTS = 256  # recurrent states beside those of running requests, at most
+MXFP4_COLUMNS = 32  # columns of one block
 _EMBEDDING = "model.embed_tokens.weight"
 _MAX_NAMED = 4
 

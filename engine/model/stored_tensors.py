@@ -10,8 +10,7 @@ from typing import Any
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import read_json
 
-WEIGHT_INDEX = "model.safetensors.index.json"
-"""The file of each tensor, where there are several files."""
+WEIGHT_INDEX = "model.safetensors.index.json"  # the file of each tensor, where there are several files
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,7 @@ class Tokenizer:
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._special_names = names_pattern(token.content for token in added.values() if token.special)
-        self._lock = threading.Lock()
-        """The backend refuses to be set up differently while another thread uses it."""
+        self._lock = threading.Lock()  # the backend refuses to be set up differently while another thread uses it
         # Made once: the table of all tokens takes a while for large vocabularies.
         self._longest_token, self._lost_bytes = self._lengths()
         self.eos_token_ids: list[int] = eos_token_ids(folder, self._tokenizer.eos_token_id)
@@ -309,19 +308,19 @@ class Tokenizer:
 
 
 _SPECIAL_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+# Names of the tokens before a prefix, before a suffix and before the text between them: of StarCoder and Granite, of
+# Qwen and CodeGemma, of SantaCoder, of DeepSeek.
 _FILL_IN_TOKENS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
 )
-"""Names of the tokens before a prefix, before a suffix and before the text between them: of StarCoder and Granite, of
-Qwen and CodeGemma, of SantaCoder, of DeepSeek."""
 
+# Names in a template that are no parameters of `apply_chat_template`.
 _TEMPLATE_NAMES = frozenset(
     ("messages", "range", "dict", "namespace", "cycler", "joiner", "lipsum", "raise_exception", "strftime_now")
 )
-"""Names in a template that are no parameters of `apply_chat_template`."""
 
 _SURROGATES = "the text has unpaired surrogates, which no UTF-8 text can hold"
 

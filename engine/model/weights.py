@@ -45,8 +45,7 @@ class Checkpoint:
         self.folder = folder
         self._on_tensor = on_tensor
         self._stored: dict[str, StoredTensor] = {}
-        self._kinds: dict[str, str] = {}
-        """Kinds of the blocks of the weights that are stored in such."""
+        self._kinds: dict[str, str] = {}  # kinds of the blocks of the weights that are stored in such
         for stored_name, tensor in read_headers(folder).items():
             name, kind = kind_of(stored_name)
             self._stored[name] = tensor
@@ -54,8 +53,8 @@ class Checkpoint:
                 self._kinds[name] = kind
         self.config = as_stored(config, self._stored)
         """The description, with the names that these weights have."""
+        # Shapes of the weights that are stored in several parts, packed.
         self._packed = _packed_shapes(self._stored, self.config)
-        """Shapes of the weights that are stored in several parts, packed."""
         self._open_files: dict[Path, Any] = {}
         _check(self._stored, self._kinds, self.config, folder)
 

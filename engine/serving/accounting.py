@@ -145,8 +145,8 @@ def log_begun(job: Job) -> None:
     logger.debug("%s begins", job.request_id, extra=extra)
 
 
+# Places in the metrics of errors that are no route: paths without one, the Python handle, and lines of batches.
 OTHER_ROUTE, HANDLE, BATCH = "other", "handle", "batch"
-"""Places in the metrics of errors that are no route: paths without one, the Python handle, and lines of batches."""
 
 
 class RequestMetrics(Protocol):

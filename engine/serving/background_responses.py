@@ -29,9 +29,9 @@ from raydix.engine.serving.stored_responses import StoredResponses
 logger = logging.getLogger(__name__)
 
 RENEW_S = 2.0
+# Most that waits for a slow reader: the response ends, and with it its place among the requests, while this stays. The
+# stream ends beyond, and may be read again behind the last event.
 MAX_WAITING_EVENTS, MAX_WAITING_BYTES = 4096, 8 << 20
-"""Most that waits for a slow reader: the response ends, and with it its place among the requests, while this stays. The
-stream ends beyond, and may be read again behind the last event."""
 
 
 class Listener:
@@ -40,8 +40,7 @@ class Listener:
 
     def __init__(self) -> None:
         self._waiting: asyncio.Queue[bytes | RaydixError | None] = asyncio.Queue()
-        self._num_bytes = 0
-        """Bytes of the events that wait."""
+        self._num_bytes = 0  # bytes of the events that wait
         self._has_begun = self._is_over = False
 
     def send(self, event: bytes) -> None:
@@ -107,8 +106,7 @@ class BackgroundResponses:
         self._events = events
         self._background = Background()
         self._running: dict[bytes, _Running] = {}
-        self._being_taken: set[bytes] = set()
-        """Names of abandoned responses that are being prepared here."""
+        self._being_taken: set[bytes] = set()  # names of abandoned responses that are being prepared here
 
     def start(self) -> None:
         """Begin to renew claims, and to look for responses of dead replicas; needs a running event loop."""

@@ -23,8 +23,7 @@ from raydix.engine.serving.reader_pool import RequestReader, size_of
 from raydix.engine.serving.reader_work import NextTurn, Reading
 from raydix.engine.serving.transcripts import Transcripts
 
-MANY_IDS = 4096
-"""Number of named ids above which the check of their text runs beside the event loop."""
+MANY_IDS = 4096  # number of named ids above which the check of their text runs beside the event loop
 
 
 @dataclass(frozen=True, slots=True)

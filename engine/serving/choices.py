@@ -24,8 +24,7 @@ from raydix.engine.serving.reader_work import Reading
 from raydix.engine.serving.served_model import ServedModel
 from raydix.engine.serving.vocabulary import Vocabulary
 
-MARKED_PRIORITY = 1
-"""`cache_priority` of the KV before a mark, unless the request has a higher one."""
+MARKED_PRIORITY = 1  # `cache_priority` of the KV before a mark, unless the request has a higher one
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,10 @@ from types import FrameType
 import psutil
 
 MAX_S = 2.0
-KILLED_AFTER_S = 2.2
-"""Processor time after which the system ends the process, with `KILLED_BY`."""
+KILLED_AFTER_S = 2.2  # processor time after which the system ends the process, with `KILLED_BY`
 KILLED_BY = signal.SIGVTALRM
-AGAIN_S = 0.1
-"""Pause between interruptions, in case one is caught."""
-MAX_BYTES = 512 << 20
-"""Growth of the address space."""
+AGAIN_S = 0.1  # pause between interruptions, in case one is caught
+MAX_BYTES = 512 << 20  # growth of the address space
 
 
 @contextmanager

@@ -34,21 +34,17 @@ from raydix.engine.model.grammar_source import (
 )
 from raydix.engine.model.grammar_tokens import Tokens
 
-SEARCH_S = 0.5
-"""Longest search for the place of a finding; what is found until then is named."""
+SEARCH_S = 0.5  # longest search for the place of a finding; what is found until then is named
 _DEFINITIONS = ("$defs", "definitions")
 
-NUM_SAMPLES = 4
-"""Beginnings of answers that are tried for such texts."""
-SAMPLE_STEPS = 64
-"""Choices in each beginning."""
-SAMPLES_S = 0.1
-"""Processor time after which no further one is tried."""
+NUM_SAMPLES = 4  # beginnings of answers that are tried for such texts
+SAMPLE_STEPS = 64  # choices in each beginning
+SAMPLES_S = 0.1  # processor time after which no further one is tried
 
 
+# Stack of a check, half of that of a worker's threads: llguidance looks into nested rules by recursion, so a grammar
+# that is nested too deeply ends the process that checks it, and never a worker.
 STACK_BYTES = 4 << 20
-"""Stack of a check, half of that of a worker's threads: llguidance looks into nested rules by recursion, so a grammar
-that is nested too deeply ends the process that checks it, and never a worker."""
 
 
 def check_in_small_stack(grammar: Grammar, param: str, tokens: Tokens = NO_TOKENS) -> Grammar:

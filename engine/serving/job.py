@@ -22,14 +22,10 @@ from raydix.engine.serving.chats import Chat
 from raydix.engine.serving.prompt_records import Diagnosis
 from raydix.engine.serving.served_model import AdapterUse
 
-MANY_LISTED = 128
-"""Log-probabilities of a position above which they are most of an answer's memory."""
-LISTED_BYTES = 8
-"""Bytes of one log-probability in an array, with its token's id."""
-SHOWN_BYTES = 128
-"""Most bytes of one log-probability as text, in the event or slice that is being made."""
-SCORE_BYTES = 40
-"""Bytes of one log-probability as Python objects."""
+MANY_LISTED = 128  # log-probabilities of a position above which they are most of an answer's memory
+LISTED_BYTES = 8  # bytes of one log-probability in an array, with its token's id
+SHOWN_BYTES = 128  # most bytes of one log-probability as text, in the event or slice that is being made
+SCORE_BYTES = 40  # bytes of one log-probability as Python objects
 
 
 @dataclass(slots=True, eq=False)

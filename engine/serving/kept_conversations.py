@@ -29,10 +29,9 @@ from raydix.engine.serving.answer_keeper import AnswerKeeper
 from raydix.engine.serving.job import Job
 from raydix.engine.serving.stored_responses import Shown
 
+# Changes of one conversation at the same moment, at all replicas: each of them is made on top of the others.
 MAX_TRIES = 16
-"""Changes of one conversation at the same moment, at all replicas: each of them is made on top of the others."""
-MAX_WAITS, RETRY_S = 60, 1.0
-"""How often a response in the background tries to be added, and seconds between two tries."""
+MAX_WAITS, RETRY_S = 60, 1.0  # how often a response in the background tries to be added, and seconds between two tries
 
 Change = Callable[[Conversation], Conversation]
 

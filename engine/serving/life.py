@@ -15,8 +15,8 @@ Value: TypeAlias = str | bool | int | float | tuple[str, ...]
 About: TypeAlias = Mapping[str, Value]
 """What is told of a span, in OpenTelemetry's names where it has one."""
 
+# Choices of a request that have spans of their own; a thousand inputs for embeddings would fill a trace.
 MOST_CHOICES = 16
-"""Choices of a request that have spans of their own; a thousand inputs for embeddings would fill a trace."""
 PROVIDER = "raydix"
 
 

@@ -41,12 +41,9 @@ from raydix.engine.serving.served_model import ServedModels
 from raydix.engine.serving.stored_responses import StoredResponses
 from raydix.engine.serving.vocabulary import Vocabulary
 
-INPUTS_AT_ONCE = 64
-"""Inputs of one request for embeddings or scores that run at a time: some full steps of an engine."""
-LINES_AT_ONCE = 64
-"""Lines of batches that find room beside each other, however many inputs for embeddings each has."""
-LINE_PRIORITY = 2**63 - 1
-"""`priority` of a line of a batch: the lowest."""
+INPUTS_AT_ONCE = 64  # inputs of one request for embeddings or scores that run at a time: some full steps of an engine
+LINES_AT_ONCE = 64  # lines of batches that find room beside each other, however many inputs for embeddings each has
+LINE_PRIORITY = 2**63 - 1  # `priority` of a line of a batch: the lowest
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +202,8 @@ class Preparation:
         self._records = records
         self._reader = reader
         self._room = room
+        # Lines of batches take no places of clients' requests; their number is limited before.
         self._line_room = Room(room.max_requests)
-        """Lines of batches take no places of clients' requests; their number is limited before."""
         self._choices = Choices(facts, chats, vocabulary)
         self._responses = responses
         self._conversations = conversations

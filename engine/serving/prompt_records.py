@@ -17,18 +17,16 @@ from raydix.engine.core.doctor import Miss, Prompt, report
 from raydix.engine.core.shares import Shares
 from raydix.engine.core.tenants import Tenant
 
-BUDGET_BYTES = 64 << 20
-"""Memory of the records of one replica: 16 million tokens, 160 prompts of 100,000."""
+BUDGET_BYTES = 64 << 20  # memory of the records of one replica: 16 million tokens, 160 prompts of 100,000
+# Anthropic's reason by the part that differs.
 _ANTHROPIC = {
     PartKind.SYSTEM: "system_changed",
     PartKind.TOOL: "tools_changed",
     PartKind.MESSAGE: "messages_changed",
 }
-"""Anthropic's reason by the part that differs."""
-MOST_LOOKED_AT = 256
-"""Records of a tenant among which the prompt before another is looked for."""
+MOST_LOOKED_AT = 256  # records of a tenant among which the prompt before another is looked for
+# Fields of a divergence with pieces of prompts, which are shown to their own tenant alone.
 TEXTS = ("text_before", "previous_text", "text")
-"""Fields of a divergence with pieces of prompts, which are shown to their own tenant alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +110,8 @@ class PromptRecords:
         self._clock = clock
         self._num_added = 0
         self._num_bytes = Shares()
+        # Records by tenant and id, of each tenant the oldest first; no tenant without a record.
         self._kept: dict[str, OrderedDict[str, _Kept]] = {}
-        """Records by tenant and id, of each tenant the oldest first; no tenant without a record."""
 
     def add(
         self, name: str, tenant: str, session: str | None, record: PromptRecord, ignored: tuple[str, ...] = ()

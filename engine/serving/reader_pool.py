@@ -47,39 +47,32 @@ from raydix.engine.serving.reading import Reader, template_error
 
 logger = logging.getLogger(__name__)
 
+# Limit of reading one request, after which the request fails and its process is killed: on a machine so busy that the
+# request gets no processor time, or a process that stands still.
 READ_TIMEOUT_S = 60.0
-"""Limit of reading one request, after which the request fails and its process is killed: on a machine so busy that the
-request gets no processor time, or a process that stands still."""
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 5.0
-PAUSE_S = 5.0
-"""Between two attempts to start a process."""
+PAUSE_S = 5.0  # between two attempts to start a process
+# Environment of a process: large pieces of memory go back to the system when freed, and transformers keeps quiet.
 ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "262144",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
 }
-"""Environment of a process: large pieces of memory go back to the system when freed, and transformers keeps quiet."""
 
+# Signals by which a request itself ends its process, such as by an overflow of the stack.
 CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT))
-"""Signals by which a request itself ends its process, such as by an overflow of the stack."""
-MAX_DEFAULT_PROCESSES = 4
-"""Most processes where the configuration names no number."""
-LONG_BYTES = 16 << 10
-"""Size above which a request leaves one process to the others."""
-MAX_SPENT = 4096
-"""Requests remembered that have ended their processes."""
+MAX_DEFAULT_PROCESSES = 4  # most processes where the configuration names no number
+LONG_BYTES = 16 << 10  # size above which a request leaves one process to the others
+MAX_SPENT = 4096  # requests remembered that have ended their processes
 SPENT_DIGEST_BYTES = 16
-MESSAGE_BYTES = 64
-"""Bytes counted for each message besides its values."""
-MAX_NEXT_TURNS = 2
-"""Next turns read ahead in the processes at a time."""
+MESSAGE_BYTES = 64  # bytes counted for each message besides its values
+MAX_NEXT_TURNS = 2  # next turns read ahead in the processes at a time
 MAX_VALID_GRAMMARS = 4096
-MAX_VALID_CHARS = 16 << 20
-"""Characters of all valid grammars that are remembered."""
+MAX_VALID_CHARS = 16 << 20  # characters of all valid grammars that are remembered
+# Size up to which a request is read between others' tokens, in a few milliseconds; longer requests go to a process.
 SHORT_BYTES = 4096
-"""Size up to which a request is read between others' tokens, in a few milliseconds; longer requests go to a process."""
 
 
 def default_processes(num_cores: int | None) -> int:
@@ -113,13 +106,11 @@ class RequestReader:
         self._reader = Reader(facts, tokenizer)
         self._max_waiting_bytes = max_waiting_bytes
         self._num_processes = num_processes or default_processes(os.cpu_count())
-        self._turn = asyncio.Lock()
-        """Held while a short request is read."""
+        self._turn = asyncio.Lock()  # held while a short request is read
+        # Grammars in canonical form, by the digests of what clients wrote, oldest first.
         self._valid_grammars: dict[bytes, Grammar] = {}
-        """Grammars in canonical form, by the digests of what clients wrote, oldest first."""
         self._num_valid_chars = 0
-        self._num_next_turns = 0
-        """Next turns being read in the processes now."""
+        self._num_next_turns = 0  # next turns being read in the processes now
 
     def start(self) -> None:
         """Start the first process beside; needs a running event loop."""
@@ -256,13 +247,12 @@ class Readers:
         self._max_processes = num_processes
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting: list[_Job] = []
-        self._running: list[_Job] = []
-        """Requests that a process reads."""
+        self._running: list[_Job] = []  # requests that a process reads
+        # Set, and cleared at once, when `_choice` may have changed: wakes the processes that wait for a request.
         self._changed = asyncio.Event()
-        """Set, and cleared at once, when `_choice` may have changed: wakes the processes that wait for a request."""
         self._numbers = itertools.count()
+        # Errors of requests that have ended their processes, by digest, oldest first.
         self._spent: dict[bytes, RequestError] = {}
-        """Errors of requests that have ended their processes, by digest, oldest first."""
         self._processes: set[asyncio.Task[None]] = set()
         self._add_process()
 
@@ -456,8 +446,7 @@ class _Template:
 
     def __init__(self, facts: ReadingFacts) -> None:
         self._facts = facts
-        self._turn = asyncio.Lock()
-        """Held from a message to its reply."""
+        self._turn = asyncio.Lock()  # held from a message to its reply
         self._popen: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -551,8 +540,8 @@ class _Process:
     ) -> None:
         self._template = template
         self._forked = forked
+        # Names the process even when the template has ended and the id is another's.
         self._descriptor = os.pidfd_open(forked.pid)
-        """Names the process even when the template has ended and the id is another's."""
         self._is_waited_for = False
         self._stream = stream
         self._writer = writer

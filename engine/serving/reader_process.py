@@ -28,29 +28,20 @@ import psutil
 if TYPE_CHECKING:
     from raydix.engine.serving.reading import Reader
 
+# Messages to the template. The reply to the first is the reader's process id; behind the second stands such an id, and
+# the reply is the status with which that reader has ended.
 FORK, WAIT = b"F", b"W"
-"""Messages to the template. The reply to the first is the reader's process id; behind the second stands such an id, and
-the reply is the status with which that reader has ended."""
-ID = struct.Struct("!q")
-"""Process id, or status as of `os.wait`."""
-FACTS_BYTES = 128 << 10
-"""Most of the facts' pickle, which is one message."""
-READ_S = 3.0
-"""Processor time that one request may use."""
-KILLED_BY = signal.SIGPROF
-"""Signal by which the system ends a reader whose request has used this time."""
+ID = struct.Struct("!q")  # process id, or status as of `os.wait`
+FACTS_BYTES = 128 << 10  # most of the facts' pickle, which is one message
+READ_S = 3.0  # processor time that one request may use
+KILLED_BY = signal.SIGPROF  # signal by which the system ends a reader whose request has used this time
 
-LENGTH = struct.Struct("!Q")
-"""Length of the pickle that follows, in bytes."""
+LENGTH = struct.Struct("!Q")  # length of the pickle that follows, in bytes
 READY = "ready"
-NICENESS = 5
-"""Priority below the processes that pass tokens on, and equal to those that compute tokens."""
-FULL = "full"
-"""Answer in place of `READY` of a reader that ends because its memory has grown too much."""
-SWEPT_BYTES = 256 << 10
-"""Bytes of requests after which the memory of reading them is given back."""
-KEPT_BYTES = 48 << 20
-"""Growth of memory since the start after which the process ends."""
+NICENESS = 5  # priority below the processes that pass tokens on, and equal to those that compute tokens
+FULL = "full"  # answer in place of `READY` of a reader that ends because its memory has grown too much
+SWEPT_BYTES = 256 << 10  # bytes of requests after which the memory of reading them is given back
+KEPT_BYTES = 48 << 20  # growth of memory since the start after which the process ends
 
 
 def encode_frame(value: object) -> bytes:

@@ -40,19 +40,15 @@ from raydix.engine.serving.reader_work import (
 )
 from raydix.engine.serving.served_model import require_model
 
-MIN_SLICE = 16_384
-"""Length of a slice in characters: so long that the cuts hardly change the number of tokens."""
-SURPLUS = 2
-"""Times the most tokens: a text whose slices have more tokens than this does not fit as a whole."""
+MIN_SLICE = 16_384  # length of a slice in characters: so long that the cuts hardly change the number of tokens
+SURPLUS = 2  # times the most tokens: a text whose slices have more tokens than this does not fit as a whole
+# Tokens of the longest text that `/tokenize` takes, where the context is not longer: some 50 MB while it is read.
 MOST_COUNTED = 131_072
-"""Tokens of the longest text that `/tokenize` takes, where the context is not longer: some 50 MB while it is read."""
+# Times the context: a chat may be so long before its edits, if the context is longer than half of `MOST_COUNTED`.
 UNEDITED = 2
-"""Times the context: a chat may be so long before its edits, if the context is longer than half of `MOST_COUNTED`."""
 
-MAX_BAD_TOKENS = 1024
-"""Tokens of all bad words of a request."""
-TRUNCATED = 16
-"""Characters of a text to be truncated, for each token of the context: all of the text is tokenized."""
+MAX_BAD_TOKENS = 1024  # tokens of all bad words of a request
+TRUNCATED = 16  # characters of a text to be truncated, for each token of the context: all of the text is tokenized
 
 
 def template_error() -> RequestError:

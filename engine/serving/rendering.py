@@ -34,10 +34,8 @@ from raydix.engine.serving.job import Answer, Job
 
 T = TypeVar("T")
 
-SLICE_BYTES = 1 << 18
-"""Bytes that a turn of an answer ends with."""
-SLICE_PARTS = 512
-"""Parts of the text after which a turn of an answer ends."""
+SLICE_BYTES = 1 << 18  # bytes that a turn of an answer ends with
+SLICE_PARTS = 512  # parts of the text after which a turn of an answer ends
 LogprobsRenderer: TypeAlias = Callable[[Sequence[int], Sequence[TokenLogprobs | None]], Json]
 Pieces: TypeAlias = Callable[[Answer], AsyncGenerator[Piece]]
 Body: TypeAlias = bytes | AsyncGenerator[bytes]

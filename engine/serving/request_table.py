@@ -22,14 +22,11 @@ from raydix.engine.serving.job import Job
 
 Row: TypeAlias = dict[str, Any]
 
-NUM_ENDED = 100
-"""Ended requests remembered of each tenant."""
+NUM_ENDED = 100  # ended requests remembered of each tenant
+# Requests under way, the oldest ones, and as many ended ones, the latest, in one answer; the counts have all.
 MAX_ROWS = 200
-"""Requests under way, the oldest ones, and as many ended ones, the latest, in one answer; the counts have all."""
-PERIOD_S = 0.5
-"""Interval between two looks at the table for a follower."""
-MAX_FOLLOWERS = 8
-"""Followers of each tenant at the same time, so that none keeps the others out."""
+PERIOD_S = 0.5  # interval between two looks at the table for a follower
+MAX_FOLLOWERS = 8  # followers of each tenant at the same time, so that none keeps the others out
 
 
 class State(StrEnum):
@@ -77,15 +74,13 @@ class RequestTable:
         self._wall_offset_s = wall() - clock()
         """Read once, so that the time of an arrival is the same in each row of a request."""
         self._period_s = period_s
+        # Jobs in the order of their beginning, by a number: clients may give two requests the same name.
         self._under_way: dict[int, Job] = {}
-        """Jobs in the order of their beginning, by a number: clients may give two requests the same name."""
+        # Rows by tenant, the latest first. Tenants are configured, so there are few.
         self._ended: defaultdict[str, deque[Row]] = defaultdict(lambda: deque(maxlen=NUM_ENDED))
-        """Rows by tenant, the latest first. Tenants are configured, so there are few."""
         self._num_begun = self._num_ended = 0
-        self._past = (0, 0, 0)
-        """Tokens of ended requests: of prompts, cached, generated."""
-        self._num_followers: Counter[str] = Counter()
-        """Followers by tenant."""
+        self._past = (0, 0, 0)  # tokens of ended requests: of prompts, cached, generated
+        self._num_followers: Counter[str] = Counter()  # followers by tenant
 
     @contextmanager
     def shown(self, job: Job) -> Iterator[None]:

@@ -54,10 +54,8 @@ class ServedModels:
     def __init__(self, model: ServedModel, adapters: Iterable[Adapter] = (), tenants: Tenants | None = None) -> None:
         self.model = model
         self._configured = {adapter.name: adapter for adapter in adapters}
-        self._loaded: dict[str, Adapter] = {}
-        """As the manager listed them last."""
-        self._uses: Counter[bytes] = Counter()
-        """Requests under way of each adapter, by its digest."""
+        self._loaded: dict[str, Adapter] = {}  # as the manager listed them last
+        self._uses: Counter[bytes] = Counter()  # requests under way of each adapter, by its digest
         self._tenants = tenants or Tenants()
 
     @property

@@ -33,8 +33,7 @@ from raydix.engine.serving.job import Job
 
 Shown = Callable[[Sequence[int], str], Sequence[int] | None]
 
-RETRY_S = 1.0
-"""Pause before the end of a response is kept once more, where the keeper was out of reach."""
+RETRY_S = 1.0  # pause before the end of a response is kept once more, where the keeper was out of reach
 
 
 class StoredResponses:

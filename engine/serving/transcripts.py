@@ -15,8 +15,7 @@ from raydix.engine.serving.answer_keeper import AnswerKeeper
 Item = TypeVar("Item")
 Answered = TypeVar("Answered")
 
-REFERENCE_BYTES = 24
-"""Random bytes of a reference: too many to guess."""
+REFERENCE_BYTES = 24  # random bytes of a reference: too many to guess
 
 
 class Transcripts:

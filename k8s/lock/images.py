@@ -19,11 +19,11 @@ DOCKER_HUB = "https://registry-1.docker.io"
 ARGUMENT = re.compile(r"^ARG (?P<name>\w+)=(?P<value>\S+)$", re.MULTILINE)
 BASE = re.compile(r"^FROM \$\{(\w+)\}", re.MULTILINE)
 DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")
+# Kinds of answers, an index of all machines' images first: its digest stands for all of them.
 MANIFESTS = (
     "application/vnd.oci.image.index.v1+json, application/vnd.docker.distribution.manifest.list.v2+json, "
     "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
 )
-"""Kinds of answers, an index of all machines' images first: its digest stands for all of them."""
 TIMEOUT_S = 30
 
 

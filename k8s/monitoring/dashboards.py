@@ -12,8 +12,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 SCHEMA_VERSION = 39
-COLUMNS, PANEL_COLUMNS, PANEL_ROWS = 24, 8, 8
-"""The grid: three panels side by side."""
+COLUMNS, PANEL_COLUMNS, PANEL_ROWS = 24, 8, 8  # the grid: three panels side by side
 WINDOW = "$__rate_interval"
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
@@ -257,8 +256,7 @@ CLUSTER = Dashboard(
         ),
     ],
 )
-DASHBOARDS = {"serving": SERVING, "cache": CACHE, "cluster": CLUSTER}
-"""The dashboards by the names of their files."""
+DASHBOARDS = {"serving": SERVING, "cache": CACHE, "cluster": CLUSTER}  # the dashboards by the names of their files
 
 
 def written(dashboard: Dashboard) -> dict[str, Any]:

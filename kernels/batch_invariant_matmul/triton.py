@@ -18,13 +18,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from raydix.kernels.gpu import is_hopper, multiprocessors
 
-GROUP_M = 8
-"""Tiles of rows that walk over the columns together, so that a weight tile is read once from memory."""
+GROUP_M = 8  # tiles of rows that walk over the columns together, so that a weight tile is read once from memory
 WIDE = 8192
-FEW_ROWS = 64
-"""Most rows that take one tile of rows."""
-ENOUGH = 0.7
-"""Least tiles per multiprocessor for which a larger tile is worth its size."""
+FEW_ROWS = 64  # most rows that take one tile of rows
+ENOUGH = 0.7  # least tiles per multiprocessor for which a larger tile is worth its size
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MODULE = "raydix_kernels"
-PREBUILT = "RAYDIX_PREBUILT_KERNELS"
-"""Environment variable that names a folder of finished builds."""
+PREBUILT = "RAYDIX_PREBUILT_KERNELS"  # environment variable that names a folder of finished builds
 SOURCES = Path(__file__).parent
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
 INSTRUCTION_SETS = {
@@ -41,8 +40,7 @@ INSTRUCTION_SETS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "plain": (),
 }
-REFERENCE = "reference"
-"""No C++ kernels: PyTorch computes."""
+REFERENCE = "reference"  # no C++ kernels: PyTorch computes
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-w", "-Wno-psabi")
 
 

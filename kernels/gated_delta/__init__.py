@@ -8,10 +8,8 @@ from raydix.kernels.states import StateUse
 
 __all__ = ["gated_delta"]
 
-LANES = 16
-"""Values of a head that the C++ kernel takes at a time."""
-MOST_KEYS = 256
-"""Dimensions of a key up to which the C++ kernel keeps a head's memory on its stack."""
+LANES = 16  # values of a head that the C++ kernel takes at a time
+MOST_KEYS = 256  # dimensions of a key up to which the C++ kernel keeps a head's memory on its stack
 
 
 def gated_delta(

@@ -6,8 +6,7 @@ from torch.nn import functional
 
 from raydix.kernels.states import StateUse, sequences_of, state_before
 
-EPS = 1e-6
-"""Added to the squared length of a query or key before it is divided by its length."""
+EPS = 1e-6  # added to the squared length of a query or key before it is divided by its length
 
 
 def gated_delta_reference(

@@ -33,8 +33,7 @@ BLOCK_SPLITS = 64
 UNROLL = 8
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 2**31 - 1
-MAX_PARTIAL_BYTES = 256 * 2**20
-"""Most memory of partial results between the two kernels."""
+MAX_PARTIAL_BYTES = 256 * 2**20  # most memory of partial results between the two kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from raydix.kernels.sample.types import LogitBias, Penalties, TokenMask
 GROUP = 16
 """Tokens of one group: token 256 * (g // 16) + 16 * m + g % 16 is member m of group g."""
 LN_2 = 0.6931472
+# 1 / 9, 1 / 7 ... 1.
 SERIES = (0.11111111, 0.14285715, 0.2, 0.33333334, 1.0)
-"""1 / 9, 1 / 7 ... 1."""
 _WORD = (1 << 32) - 1
 
 

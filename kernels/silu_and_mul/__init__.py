@@ -7,8 +7,8 @@ from raydix.kernels.silu_and_mul.reference import silu_and_mul_reference
 
 __all__ = ["KINDS", "silu_and_mul"]
 
+# Names of the activations, in the order of the C++ kernels' `Activation`.
 KINDS = ("silu", "gelu_tanh", "clamped_swiglu", "sigmoid")
-"""Names of the activations, in the order of the C++ kernels' `Activation`."""
 
 
 def silu_and_mul(x: Tensor, kind: str = "silu") -> Tensor:

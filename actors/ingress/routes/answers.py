@@ -43,8 +43,8 @@ from raydix.engine.serving.preparation import RequestHeaders
 from raydix.engine.serving.rendering import Body
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+# Bounds the digits of an event's number: Python refuses to read a number of thousands of digits.
 SEQUENCE_NUMBER = re.compile("[0-9]{1,19}")
-"""Bounds the digits of an event's number: Python refuses to read a number of thousands of digits."""
 
 
 async def conversations(request: Request) -> Response:

@@ -39,16 +39,13 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_FILES, MAX_BATCHES = 10_000, 100
-"""Most objects of one list."""
-NUM_BATCHES = 20
-"""Batches of a list without a `limit`."""
+MAX_FILES, MAX_BATCHES = 10_000, 100  # most objects of one list
+NUM_BATCHES = 20  # batches of a list without a `limit`
 PROGRESS_S = 60.0
+# Bytes of a file that arrive in each `PROGRESS_S`, or all that is left; a slower one gets 408. There is no limit of the
+# whole time: a large file over a slow line goes on, and one that only holds a place does not.
 PROGRESS_BYTES = 512 << 10
-"""Bytes of a file that arrive in each `PROGRESS_S`, or all that is left; a slower one gets 408. There is no limit of
-the whole time: a large file over a slow line goes on, and one that only holds a place does not."""
-WRITTEN_BYTES = 256 << 10
-"""Bytes of a file gathered for one write."""
+WRITTEN_BYTES = 256 << 10  # bytes of a file gathered for one write
 
 
 def batches_of(request: Request) -> Batches:

@@ -17,8 +17,8 @@ from raydix.engine.api.docs_page import docs_page
 from raydix.engine.api.openapi import document
 from raydix.engine.api.route import Route
 
+# The page loads nothing and runs nothing.
 POLICY = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-"""The page loads nothing and runs nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,8 @@ from raydix.engine.batches.beside import BESIDE_BYTES, run_beside
 from raydix.engine.batches.file_store import FileStore
 from raydix.engine.core.errors import NotFoundError, RequestError
 
-MAX_LISTED, NUM_LISTED = 1000, 20
-"""Most batches of a page, and those of one without a `limit`."""
-SENT_BYTES = 256 << 10
-"""Bytes of results that are read at a time."""
+MAX_LISTED, NUM_LISTED = 1000, 20  # most batches of a page, and those of one without a `limit`
+SENT_BYTES = 256 << 10  # bytes of results that are read at a time
 
 
 async def create(request: Request) -> Response:

@@ -20,13 +20,15 @@ from raydix.engine.core.errors import NotFoundError
 
 FOLDER = Path(__file__).parents[1] / "page"
 INDEX = "index.html"
+# Content types by the ends of names.
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""Content types by the ends of names."""
+# Nothing comes from elsewhere or goes there, no other page frames this one, and no text can become markup: answers of
+# models are shown as text nodes.
 POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -40,8 +42,6 @@ POLICY = "; ".join(
         "require-trusted-types-for 'script'",
     ]
 )
-"""Nothing comes from elsewhere or goes there, no other page frames this one, and no text can become markup: answers of
-models are shown as text nodes."""
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -68,8 +68,8 @@ class File:
         return cls(content, TYPES[path.suffix], f'W/"{hashlib.sha256(content).hexdigest()[:20]}"')
 
 
+# Files of the page by name. They are read once: nothing that a client writes reaches a file system.
 FILES: Mapping[str, File] = MappingProxyType({path.name: File.read(path) for path in sorted(FOLDER.iterdir())})
-"""Files of the page by name. They are read once: nothing that a client writes reaches a file system."""
 
 
 async def page(request: Request) -> Response:

@@ -43,8 +43,8 @@ def _delta(index: int, delta: Json) -> bytes:
     return named_event("content_block_delta", orjson.dumps(data))
 
 
+# The event of a text in the first block, of which all but the text is always the same.
 _BEFORE_TEXT, _, _AFTER_TEXT = _delta(0, {"type": "text_delta", "text": _MARK}).partition(orjson.dumps(_MARK))
-"""The event of a text in the first block, of which all but the text is always the same."""
 
 
 class MessageWriter:
@@ -54,10 +54,8 @@ class MessageWriter:
 
     def __init__(self, context: AnswerContext) -> None:
         self._context = context
-        self._index = 0
-        """Number of the block that is open in the stream, or else of the next one."""
-        self._open: str | None = None
-        """Type of the open block."""
+        self._index = 0  # number of the block that is open in the stream, or else of the next one
+        self._open: str | None = None  # type of the open block
 
     def body(self, choice: Choice, usage: TokenUsage) -> Iterator[bytes]:
         parts = [choice.text] if choice.message is None else choice.message.parts

@@ -20,8 +20,7 @@ from raydix.engine.core.batches.records import Problem, Status
 from raydix.engine.core.errors import NotFoundError, RequestError
 
 ID_PREFIX, STORED_PREFIX = "msgbatch_", "batch_"
-MAX_CUSTOM_ID = 64
-"""Characters of a request's `custom_id`, as at Anthropic."""
+MAX_CUSTOM_ID = 64  # characters of a request's `custom_id`, as at Anthropic
 
 
 class BatchedMessage(LenientModel):
@@ -133,10 +132,9 @@ def _counts(progress: Progress) -> Json:
     return {**counts}
 
 
+# Names of requests that have not run, by the end of their batch.
 _OUTCOMES = {Status.CANCELLED: "canceled", Status.EXPIRED: "expired"}
-"""Names of requests that have not run, by the end of their batch."""
-_CODES = {"batch_cancelled": "canceled", "batch_expired": "expired"}
-"""The same, by the code in a line of an error file."""
+_CODES = {"batch_cancelled": "canceled", "batch_expired": "expired"}  # the same, by the code in a line of an error file
 
 
 def results(lines: Iterator[bytes]) -> Iterator[bytes]:

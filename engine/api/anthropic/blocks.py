@@ -11,8 +11,8 @@ from raydix.engine.api.prompts import MAX_PARTS, Message
 from raydix.engine.api.spec import PromptMark
 from raydix.engine.api.validation import LenientModel, describe, problem
 
-TTLS = {"5m": 300.0, "1h": 3600.0}
-"""Seconds by the name of a time to live."""
+TTLS = {"5m": 300.0, "1h": 3600.0}  # seconds by the name of a time to live
+# Required fields by the type of a block.
 FIELDS = {
     "text": ("text",),
     "thinking": ("thinking",),
@@ -20,11 +20,9 @@ FIELDS = {
     "tool_result": ("tool_use_id",),
     "compaction": (),
 }
-"""Required fields by the type of a block."""
+# Role of the only messages that may have a block of this type.
 ROLES = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
-"""Role of the only messages that may have a block of this type."""
-ERROR = "Error: "
-"""Stands before the content of a result with `is_error`."""
+ERROR = "Error: "  # stands before the content of a result with `is_error`
 
 
 def _as_blocks(value: object) -> object:

@@ -10,6 +10,7 @@ from typing import Any
 _PATH = {"type": "string", "description": "Path of a file or folder."}
 _TEXT = {"type": "string"}
 _LINE = {"type": "integer"}
+# Parameters of looking at a file and of changing it.
 _EDIT: Mapping[str, Mapping[str, object]] = {
     "path": _PATH,
     "view_range": {"type": "array", "items": _LINE},
@@ -19,7 +20,6 @@ _EDIT: Mapping[str, Mapping[str, object]] = {
     "insert_line": _LINE,
     "insert_text": _TEXT,
 }
-"""Parameters of looking at a file and of changing it."""
 
 
 def _object(required: list[str], **properties: Mapping[str, object]) -> dict[str, Any]:
@@ -30,6 +30,7 @@ def _one_of(*values: str) -> dict[str, Any]:
     return {"type": "string", "enum": list(values)}
 
 
+# Description and schema by the beginning of a type, behind which its version stands.
 _TOOLS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "bash_": (
         "Runs a command in a bash shell that goes on from call to call; `restart` starts another shell.",
@@ -59,7 +60,6 @@ _TOOLS: Mapping[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
-"""Description and schema by the beginning of a type, behind which its version stands."""
 
 
 def client_tool(kind: str) -> tuple[str, dict[str, Any]] | None:

@@ -12,10 +12,8 @@ from raydix.engine.api.validation import INTEGRAL, LenientModel, describe, probl
 
 MAX_EDITS = 16
 MAX_NAMES = 256
-COMPACT = "compact_20260112"
-"""Type of the edit by which a summary takes the chat's place."""
-MIN_TRIGGER = 50_000
-"""Anthropic's lowest trigger of a compaction, in tokens."""
+COMPACT = "compact_20260112"  # type of the edit by which a summary takes the chat's place
+MIN_TRIGGER = 50_000  # Anthropic's lowest trigger of a compaction, in tokens
 
 Count = Annotated[int, Field(ge=0), INTEGRAL]
 FunctionNames = Annotated[list[Annotated[str, StringConstraints(max_length=128)]], Field(max_length=MAX_NAMES)]

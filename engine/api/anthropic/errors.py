@@ -11,8 +11,7 @@ from raydix.engine.api.wire import WireFormat, reset_s
 from raydix.engine.core.errors import ContextLengthError, RaydixError
 from raydix.engine.core.ingress.room import Allowance
 
-_STATUSES = {503: 529}
-"""A server that cannot serve now is overloaded in Anthropic's words, and clients try again."""
+_STATUSES = {503: 529}  # a server that cannot serve now is overloaded in Anthropic's words, and clients try again
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -23,8 +22,8 @@ _KINDS = {
     503: "overloaded_error",
 }
 SERVER_ERROR = 500
+# Details by which Anthropic's clients send the whole conversation instead of naming one that the server keeps.
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-"""Details by which Anthropic's clients send the whole conversation instead of naming one that the server keeps."""
 
 
 def error_body(error: RaydixError) -> bytes:

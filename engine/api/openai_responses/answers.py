@@ -54,18 +54,13 @@ class ResponseWriter:
         self._turn = context.spec.turn
         # Ids of items are made of the response's, so a response that is generated again has the same ones.
         self._unique = context.head.id.removeprefix("resp_")
-        self._num_events = 0
-        """Events so far, with those that the reader has already."""
-        self._first = len([*self._summary()])
-        """Index of the answer's first item, behind that of a summary."""
+        self._num_events = 0  # events so far, with those that the reader has already
+        self._first = len([*self._summary()])  # index of the answer's first item, behind that of a summary
         self.is_in_conversation = True
         """False: the answer could not be added to its conversation."""
-        self._index = self._first
-        """Number of the item that is open in the stream, or else of the next one."""
-        self._open: Part | None = None
-        """Text so far of the open message, or the open reasoning or call."""
-        self._logprobs: list[orjson.Fragment] = []
-        """Log-probabilities of the open message, a JSON text for each token."""
+        self._index = self._first  # number of the item that is open in the stream, or else of the next one
+        self._open: Part | None = None  # text so far of the open message, or the open reasoning or call
+        self._logprobs: list[orjson.Fragment] = []  # log-probabilities of the open message, a JSON text for each token
         self.wire: WireFormat = replace(OPENAI, error_event=self._error_event)
 
     def response(self, choice: Choice, usage: TokenUsage) -> Json:
@@ -298,8 +293,8 @@ def _response(head: ResponseHead, spec: GenerationSpec, status: str, output: Seq
     }
 
 
+# Stands in a response under way before anything that a client has written.
 _UNDER_WAY = b'"status":"in_progress","error":null,'
-"""Stands in a response under way before anything that a client has written."""
 
 
 def under_way(head: ResponseHead, spec: GenerationSpec) -> bytes:

@@ -9,10 +9,8 @@ from pydantic import Field
 from raydix.engine.api.responses import Json
 from raydix.engine.api.validation import INTEGRAL, LenientModel
 
-MIN_THRESHOLD = 1000
-"""OpenAI's lowest threshold."""
-_PREFIX = "raydix.1."
-"""Begins the content of every item that a raydix server has made."""
+MIN_THRESHOLD = 1000  # OpenAI's lowest threshold
+_PREFIX = "raydix.1."  # begins the content of every item that a raydix server has made
 
 
 class CompactionRule(LenientModel):

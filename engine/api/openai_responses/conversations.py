@@ -32,15 +32,13 @@ from raydix.engine.api.spec import ChatMessage, ContinuedAnswer, GenerationSpec
 from raydix.engine.api.validation import LenientModel, describe, parse_body, problem
 from raydix.engine.core.errors import NotFoundError, RequestError
 
-CONVERSATION = b"@"
-"""Begins the data of a conversation."""
+CONVERSATION = b"@"  # begins the data of a conversation
 REVISION_BYTES = 16
 ID_PREFIX = "conv_"
+# Bytes of a conversation above which nothing is added to it: it is read as a whole for each request. The text of
+# 131,072 tokens has some 0.6 MB.
 MAX_BYTES = 1 << 20
-"""Bytes of a conversation above which nothing is added to it: it is read as a whole for each request. The text of
-131,072 tokens has some 0.6 MB."""
-MAX_ADDED = 20
-"""Items that a client adds at a time, as at OpenAI."""
+MAX_ADDED = 20  # items that a client adds at a time, as at OpenAI
 MAX_METADATA = 16
 
 

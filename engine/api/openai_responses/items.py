@@ -14,6 +14,7 @@ from raydix.engine.api.validation import LenientModel, describe, problem
 from raydix.engine.core.ingress.parsers.custom import arguments_of
 
 TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
+# Required fields by the type of an item.
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "message": ("role", "content"),
     "reasoning": (),
@@ -23,9 +24,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "custom_tool_call_output": ("call_id", "output"),
     "compaction": ("encrypted_content",),
 }
-"""Required fields by the type of an item."""
-RESULTS = ("function_call_output", "custom_tool_call_output")
-"""Items with the results of calls."""
+RESULTS = ("function_call_output", "custom_tool_call_output")  # items with the results of calls
 
 
 def as_items(value: object) -> object:

@@ -17,10 +17,8 @@ from raydix.engine.core.errors import RequestError
 from raydix.engine.core.memory.response_store import UNDER_WAY, Abandoned
 
 State: TypeAlias = Literal["under_way", "ended", "cancelled", "failed"]
-MAX_EVENTS = 10**9
-"""Bound of an event's number in a query."""
-REVISION_BYTES = 16
-"""Random bytes by which the data of one response under way is told from other data of the same name."""
+MAX_EVENTS = 10**9  # bound of an event's number in a query
+REVISION_BYTES = 16  # random bytes by which the data of one response under way is told from other data of the same name
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from raydix.engine.core.errors import RequestError
 PATHS = ToolPaths(name="name", schema="parameters", chosen="tool_choice.name", grammar="format.definition")
 
 
+# Types of tools that the client runs. OpenAI's servers run those of any other type.
 FUNCTION, NAMESPACE, CUSTOM = "function", "namespace", "custom"
-"""Types of tools that the client runs. OpenAI's servers run those of any other type."""
 
 
 class _Named(LenientModel):

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 TOKEN_BYTES = 4
-MAX_BYTES = 960
-"""Limit of bytes of all continuations of one admission, and of one answer."""
+MAX_BYTES = 960  # limit of bytes of all continuations of one admission, and of one answer
 
 
 class BegunAnswer(NamedTuple):

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 
 from raydix.engine.core.answers.lead import WHITESPACE, Before, Inside, Lead
 
-MAX_BEFORE = 64
-"""Tokens of white space, and of the opening tag, in which reasoning has to begin."""
-OTHER = b"\0"
-"""Stands for the bytes of a token that has no part of a tag."""
+MAX_BEFORE = 64  # tokens of white space, and of the opening tag, in which reasoning has to begin
+OTHER = b"\0"  # stands for the bytes of a token that has no part of a tag
 
 
 @dataclass(frozen=True, slots=True)

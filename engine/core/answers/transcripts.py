@@ -16,8 +16,7 @@ from hashlib import blake2b
 from raydix.engine.core.hashing import DIGEST_BYTES
 from raydix.engine.core.types import BlockHash
 
-REFERENCE_PREFIX = "raydix-"
-"""Prefix of every reference, to tell references from the ids of other servers."""
+REFERENCE_PREFIX = "raydix-"  # prefix of every reference, to tell references from the ids of other servers
 
 
 @dataclass(frozen=True, slots=True)

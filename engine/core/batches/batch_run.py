@@ -52,10 +52,8 @@ class BatchRun:
         self.digest: str | None = None
         """Digest of the input file, after the check of all lines."""
         self._expires_at = expires_at
-        self._queue: LineQueue | None = None
-        """None until the lines have been read."""
-        self._has_failed: dict[int, bool] = {}
-        """Outcome by answered line: True for an error in place of an answer."""
+        self._queue: LineQueue | None = None  # none until the lines have been read
+        self._has_failed: dict[int, bool] = {}  # outcome by answered line: True for an error in place of an answer
 
     @property
     def is_stopped(self) -> bool:

@@ -14,23 +14,18 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
 
-PIECE = 256
-"""Characters of a piece: a few KV blocks."""
-MAX_PIECES = 64
-"""Most pieces compared of one prompt."""
+PIECE = 256  # characters of a piece: a few KV blocks
+MAX_PIECES = 64  # most pieces compared of one prompt
 DIGEST_BYTES = 12
-MAX_ATTEMPTS = 20
-"""Attempts of one line; with all pauses some eight minutes."""
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
-"""Pause before a line is tried again; each further one is twice as long."""
+MAX_ATTEMPTS = 20  # attempts of one line; with all pauses some eight minutes
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # pause before a line is tried again; each further one is twice as long
 
 
 class PrefixOrder:
     """Collects the prompts of a batch, then gives the order of the lines."""
 
     def __init__(self) -> None:
-        self._first_with: dict[bytes, int] = {}
-        """First line with some pieces, by the chained hash of the pieces."""
+        self._first_with: dict[bytes, int] = {}  # first line with some pieces, by the chained hash of the pieces
         self._places: list[tuple[tuple[int, ...], int]] = []
 
     def add(self, number: int, prompt: str) -> None:
@@ -56,8 +51,7 @@ class LineQueue:
 
     def __init__(self, order: Sequence[int], answered: Collection[int] = ()) -> None:
         self._waiting = deque(number for number in order if number not in answered)
-        self._later: list[tuple[float, int]] = []
-        """A heap of lines to be tried again, with times."""
+        self._later: list[tuple[float, int]] = []  # a heap of lines to be tried again, with times
         self._attempts: dict[int, int] = {}
         self._running: set[int] = set()
 
@@ -104,8 +98,7 @@ class LineAllowance:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._running: Counter[str] = Counter()
-        """Running lines by batch, batches without running lines included."""
+        self._running: Counter[str] = Counter()  # running lines by batch, batches without running lines included
         self._tenant_of: dict[str, str] = {}
 
     def change(self, limit: int) -> None:

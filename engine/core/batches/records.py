@@ -24,8 +24,7 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
-OUTCOMES = frozenset({Status.FAILED, Status.COMPLETED, Status.EXPIRED, Status.CANCELLED})
-"""Last states of batches."""
+OUTCOMES = frozenset({Status.FAILED, Status.COMPLETED, Status.EXPIRED, Status.CANCELLED})  # last states of batches
 
 
 @dataclass(frozen=True, slots=True)

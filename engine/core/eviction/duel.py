@@ -25,12 +25,11 @@ from raydix.engine.core.eviction.sampling import Sample
 from raydix.engine.core.eviction.survival import Survival
 from raydix.engine.core.types import FinishReason
 
+# Clocks of the scores: requests after which a hit counts half, and standard deviations of chance that a lead must
+# exceed, since a change of order costs blocks kept by the old one. The slow clock finds small leads, the fast one a
+# changed load.
 CLOCKS = ((2000, 1.5), (200, 2.5))
-"""Clocks of the scores: requests after which a hit counts half, and standard deviations of chance that a lead must
-exceed, since a change of order costs blocks kept by the old one. The slow clock finds small leads, the fast one a
-changed load."""
-_LATEST = 2.0**48
-"""More than there will be visits."""
+_LATEST = 2.0**48  # more than there will be visits
 _Order: TypeAlias = Callable[[Key, int, Visit[Key]], float]
 
 

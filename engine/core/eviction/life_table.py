@@ -13,18 +13,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 NUM_BINS = 26
+# Bins of age in seconds: 0 to 1, to 1.4, to 2, ... to 5793.
 EDGES = (0.0, *(2.0 ** (index / 2) for index in range(NUM_BINS)))
-"""Bins of age in seconds: 0 to 1, to 1.4, to 2, ... to 5793."""
 WIDTHS = tuple(end - start for start, end in pairwise(EDGES))
 
-PRIOR_VISITS = 1.0
-"""Visits of a kind that weigh as much for the kind as the pooled table."""
+PRIOR_VISITS = 1.0  # visits of a kind that weigh as much for the kind as the pooled table
+# Chance of a return in each bin without observations. The index then falls with age, as LRU.
 PRIOR_CHANCE = 0.04
-"""Chance of a return in each bin without observations. The index then falls with age, as LRU."""
-REFRESH_AFTER = 64
-"""Departures from bins of a kind until its indices are computed anew."""
-HALVE_AFTER = 1 << 17
-"""Departures until all counts are halved, so that the table follows a changing load."""
+REFRESH_AFTER = 64  # departures from bins of a kind until its indices are computed anew
+HALVE_AFTER = 1 << 17  # departures until all counts are halved, so that the table follows a changing load
 
 
 class LifeTable:

@@ -7,10 +7,9 @@ from raydix.engine.core.eviction.duel import Duel
 from raydix.engine.core.eviction.queue import EvictionQueue, Quota
 from raydix.engine.core.eviction.ranking import Key, LeastRecent, Ranking
 
-GHOST_BLOCKS = 512
-"""Minimum of blocks in a ghost of a large pool."""
+GHOST_BLOCKS = 512  # minimum of blocks in a ghost of a large pool
+# Maximum of blocks for each block in the ghosts' sample: the real queue then has most of the cost of a block.
 MOST_SAMPLED = 16
-"""Maximum of blocks for each block in the ghosts' sample: the real queue then has most of the cost of a block."""
 
 
 class EvictionPolicy(StrEnum):

@@ -32,11 +32,10 @@ class Quota:
     ceiling: int | None = None
 
 
-_PROTECTED = 1 << 62
-"""More than the difference of any two priorities."""
+_PROTECTED = 1 << 62  # more than the difference of any two priorities
 
+# Entry of a heap: rank or expiry, the leaf's stamp, and the leaf.
 _Entry: TypeAlias = tuple[float, int, CachedBlock[Key]]
-"""Entry of a heap: rank or expiry, the leaf's stamp, and the leaf."""
 
 
 class EvictionQueue(Generic[Key]):
@@ -53,12 +52,11 @@ class EvictionQueue(Generic[Key]):
         self._weight_of: Callable[[Key], int] = weight_of or (lambda key: 1)
         self._quotas = dict(quotas or {})
         self._blocks: dict[Key, CachedBlock[Key]] = {}
+        # Leaves by tenant and place; least worth first.
         self._heaps: dict[str, dict[int, list[_Entry[Key]]]] = defaultdict(lambda: defaultdict(list))
-        """Leaves by tenant and place; least worth first."""
+        # Number of waiting requests that will use a block, in the cache or not.
         self._num_protecting: dict[Key, int] = {}
-        """Number of waiting requests that will use a block, in the cache or not."""
-        self._evictable: dict[str, int] = {}
-        """The weight of the evictable blocks of each tenant with a quota."""
+        self._evictable: dict[str, int] = {}  # the weight of the evictable blocks of each tenant with a quota
         self._num_evictable = 0
 
         self._expiring: list[_Entry[Key]] = []

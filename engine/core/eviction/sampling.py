@@ -24,10 +24,8 @@ class Sample(Generic[Key]):
         self.one_in = one_in
         self._survival = survival
         self._digest = digest
-        self._path: Sequence[Key] = ()
-        """The last path."""
-        self._trunk_of: dict[Key, Key] = {}
-        """Trunks by the sampled blocks that stand for them."""
+        self._path: Sequence[Key] = ()  # the last path
+        self._trunk_of: dict[Key, Key] = {}  # trunks by the sampled blocks that stand for them
 
     def take(self, path: Sequence[Key], visit: Visit[Key], queue: object) -> Sequence[Key]:
         """The sampled blocks of a visit's path; counts in `visit` the part used before. `queue`: the one that ranks by

@@ -33,8 +33,8 @@ NUM_TURN_KINDS = (MAX_TURN + 1) * (MAX_ADDED + 1)
 NUM_KINDS = NUM_TURN_KINDS + 2
 NUM_TRUNK_KINDS = 8
 MAX_VISITS = 16384
+# Visits by landmark, the oldest first. Unlike a plain dict, it finds its first entry in O(1) after removals.
 _Memory: TypeAlias = OrderedDict[Key, Visit[Key]]
-"""Visits by landmark, the oldest first. Unlike a plain dict, it finds its first entry in O(1) after removals."""
 
 
 class Survival(Generic[Key]):
@@ -45,18 +45,16 @@ class Survival(Generic[Key]):
     def __init__(self, max_visits: int = MAX_VISITS) -> None:
         self._max_visits = max_visits
 
-        self._visits: _Memory[Key] = OrderedDict()
-        """Visits that may still be continued, by landmark."""
-        self._trunks: _Memory[Key] = OrderedDict()
-        """The last use of each trunk, by its block."""
+        self._visits: _Memory[Key] = OrderedDict()  # visits that may still be continued, by landmark
+        self._trunks: _Memory[Key] = OrderedDict()  # the last use of each trunk, by its block
+        # Visits that are not over, by the bin of their age; the same for trunks and pauses below.
         self._visit_ages: list[_Memory[Key]] = [OrderedDict() for _ in range(NUM_BINS)]
-        """Visits that are not over, by the bin of their age; the same for trunks and pauses below."""
         self._trunk_ages: list[_Memory[Key]] = [OrderedDict() for _ in range(NUM_BINS)]
+        # Last uses by preempted or aborted requests, by their last blocks. Pauses age as visits do.
         self._pauses: _Memory[Key] = OrderedDict()
-        """Last uses by preempted or aborted requests, by their last blocks. Pauses age as visits do."""
         self._pause_ages: list[_Memory[Key]] = [OrderedDict() for _ in range(NUM_BINS)]
+        # Separate, because pauses say nothing about visits; no rank is read from this table.
         self._pause_table = LifeTable(NUM_KINDS)
-        """Separate, because pauses say nothing about visits; no rank is read from this table."""
         self._visit_table = LifeTable(NUM_KINDS)
         self._trunk_table = LifeTable(NUM_TRUNK_KINDS)
 

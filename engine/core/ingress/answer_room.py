@@ -28,10 +28,9 @@ class AnswerRoom:
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self._held: Counter[str] = Counter()
-        """Bytes granted, by tenant."""
+        self._held: Counter[str] = Counter()  # bytes granted, by tenant
+        # Claims by tenant, each tenant's in the order of their arrival; no tenant without any.
         self._waiting: dict[str, deque[RoomClaim]] = {}
-        """Claims by tenant, each tenant's in the order of their arrival; no tenant without any."""
 
     @property
     def num_bytes(self) -> int:

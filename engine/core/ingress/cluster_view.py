@@ -17,8 +17,7 @@ from raydix.engine.core.hashing import preferred, root_hash
 from raydix.engine.core.signs_of_life import SignsOfLife
 from raydix.engine.core.types import Admission, AdmitRequest, BlockHash, Membership, Role, WorkerInfo
 
-MAX_LOST = 1000
-"""Dead incarnations of workers that are remembered."""
+MAX_LOST = 1000  # dead incarnations of workers that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +80,16 @@ class ClusterView:
         self.refused_fingerprint: str | None = None
         """The fingerprint of workers with another model than this replica; None while the model is the same."""
 
-        self._registered: dict[str, WorkerInfo] = {}
-        """Workers that can be expected to live."""
+        self._registered: dict[str, WorkerInfo] = {}  # workers that can be expected to live
         self._followed: dict[str, FollowedWorker] = {}
-        self._signs = SignsOfLife()
-        """Signs of life of followed workers."""
+        self._signs = SignsOfLife()  # signs of life of followed workers
+        # Epoch of each worker that is doubted, and the end of the doubt.
         self._doubted: dict[str, tuple[int, float]] = {}
-        """Epoch of each worker that is doubted, and the end of the doubt."""
-        self._membership = Membership((), num_starting=0)
-        """The manager's last list."""
-        self._searched: set[tuple[str, int]] = set()
-        """Incarnations that are being looked for."""
-        self._lost: dict[str, int] = {}
-        """Epoch of the last incarnation of each worker that was found dead."""
+        self._membership = Membership((), num_starting=0)  # the manager's last list
+        self._searched: set[tuple[str, int]] = set()  # incarnations that are being looked for
+        self._lost: dict[str, int] = {}  # epoch of the last incarnation of each worker that was found dead
         self._manager_answered_at = now
-        self._sign_at = now
-        """Last sign that a worker may come."""
+        self._sign_at = now  # last sign that a worker may come
 
     # The manager
 

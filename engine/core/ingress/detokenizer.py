@@ -75,12 +75,9 @@ class PrefixDetokenizer:
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        self._text = ""
-        """`decode(_window)`."""
-        self._num_shown = 0
-        """Characters of `_text` already returned."""
-        self._border = 0
-        """Index in `_window` behind the ids of the last whole character."""
+        self._text = ""  # `decode(_window)`
+        self._num_shown = 0  # characters of `_text` already returned
+        self._border = 0  # index in `_window` behind the ids of the last whole character
 
     def push(self, token_ids: Sequence[int]) -> str:
         if not token_ids:

@@ -109,8 +109,7 @@ class Retries:
 
 
 MAX_ATTEMPTS = 10
-MAX_STOPPED = 2
-"""Workers that one request may stop."""
+MAX_STOPPED = 2  # workers that one request may stop
 
 
 class Dispatch:

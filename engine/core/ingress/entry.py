@@ -7,8 +7,7 @@ from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.instructions import Ping
 from raydix.engine.core.types import Admission
 
-UNTAKEN_S = 5.0
-"""A submission that is not answered after so long counts as answered: either side may have lost it."""
+UNTAKEN_S = 5.0  # a submission that is not answered after so long counts as answered: either side may have lost it
 
 
 @dataclass(slots=True, eq=False)

@@ -40,8 +40,7 @@ from raydix.engine.core.types import (
     TokenLogprobs,
 )
 
-NUM_PREVIEW_TOKENS = 32
-"""First tokens of a prompt that the manager keeps to show its prefix by."""
+NUM_PREVIEW_TOKENS = 32  # first tokens of a prompt that the manager keeps to show its prefix by
 
 
 @dataclass(frozen=True, slots=True)

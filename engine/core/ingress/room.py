@@ -15,8 +15,7 @@ from raydix.engine.core.errors import OverloadedError, RequestError
 from raydix.engine.core.shares import Shares
 from raydix.engine.core.tenants import Tenant, Tenants
 
-RETRY_AFTER_S = 1
-"""Time after which a refused client may try again: the room is full until some other request ends."""
+RETRY_AFTER_S = 1  # time after which a refused client may try again: the room is full until some other request ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +55,8 @@ class Room:
         """`tenants`: those that share the limit."""
         self.max_requests = max_requests
         self._tenants = tenants
-        self._most_held = max_requests
-        """The limit, or the permits that were held already when the limit was lowered."""
-        self._held = Shares()
-        """Permits by tenant."""
+        self._most_held = max_requests  # the limit, or the permits that were held already when the limit was lowered
+        self._held = Shares()  # permits by tenant
 
     def limit(self, max_requests: int) -> None:
         """Take another limit. Permits that are held beyond a lower one stay."""

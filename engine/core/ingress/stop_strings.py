@@ -30,14 +30,11 @@ class StopStrings:
         self._held = ""
         self._matched: str | None = None
         self._state = _ROOT
+        # Next state for each character, by state. A state is a beginning of some stop string.
         self._targets: list[dict[str, int]] = [{}]
-        """Next state for each character, by state. A state is a beginning of some stop string."""
-        self._depth = [0]
-        """Length of the text of each state."""
-        self._stop_at: list[str | None] = [None]
-        """Longest stop string at the end of the text of each state."""
-        self._suffix = [_ROOT]
-        """State of the longest proper end of the text of each state."""
+        self._depth = [0]  # length of the text of each state
+        self._stop_at: list[str | None] = [None]  # longest stop string at the end of the text of each state
+        self._suffix = [_ROOT]  # state of the longest proper end of the text of each state
 
         for stop in stops:
             self._add(stop)

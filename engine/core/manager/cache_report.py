@@ -8,8 +8,7 @@ from raydix.engine.core.manager.explain import HITS
 from raydix.engine.core.manager.records import US_PER_S
 
 NUM_HOTTEST = 10
-NUM_SESSIONS = 20
-"""Latest sessions of the caller's own in a report."""
+NUM_SESSIONS = 20  # latest sessions of the caller's own in a report
 
 
 def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str, object]:

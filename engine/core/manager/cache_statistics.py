@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from raydix.engine.core.manager.explain import HITS, BlockSource
 from raydix.engine.core.types import BlockHash, EvictionReason
 
-WINDOW = 1000
-"""Number of recent admissions that `hit_rate` and `return_rate` cover."""
-MAX_PREFIXES = 1000
-"""Remembered of each tenant."""
+WINDOW = 1000  # number of recent admissions that `hit_rate` and `return_rate` cover
+MAX_PREFIXES = 1000  # remembered of each tenant
+# Reasons of evictions that made room for other blocks.
 ROOM_REASONS = frozenset(
     {
         EvictionReason.FULL,
@@ -20,9 +19,7 @@ ROOM_REASONS = frozenset(
         EvictionReason.DISK_FULL,
     }
 )
-"""Reasons of evictions that made room for other blocks."""
-NUM_PRIOR_BLOCKS = 64
-"""Weight, in blocks, of the prior that half of the evicted blocks are requested again."""
+NUM_PRIOR_BLOCKS = 64  # weight, in blocks, of the prior that half of the evicted blocks are requested again
 
 
 @dataclass(slots=True)

@@ -40,18 +40,15 @@ from raydix.engine.core.manager.records import US_PER_S, WorkerRecord
 from raydix.engine.core.objectives import Objectives
 from raydix.engine.core.types import Role
 
-WINDOW_S = 3.0
-"""Time in which a second of prefill that arrived counts for 1/e of it."""
-HOLD_S = 2.0
-"""Least time between two divisions of the same workers."""
+WINDOW_S = 3.0  # time in which a second of prefill that arrived counts for 1/e of it
+HOLD_S = 2.0  # least time between two divisions of the same workers
+# Window of the load that the number of workers follows; half of the time for which a lower number must have been
+# enough, if that is less.
 NUMBER_WINDOW_S = 30.0
-"""Window of the load that the number of workers follows; half of the time for which a lower number must have been
-enough, if that is less."""
-SHRINK_S = 60.0
-"""Time for which a lower number of workers must have been enough, by default."""
+SHRINK_S = 60.0  # time for which a lower number of workers must have been enough, by default
+# A mean below it counts as none: it would take hours to fade, and an objective that no worker can meet asks for all
+# workers as long as there is any stream.
 LEAST_LEVEL = 0.01
-"""A mean below it counts as none: it would take hours to fade, and an objective that no worker can meet asks for all
-workers as long as there is any stream."""
 TYPICAL_DECODES = 8
 
 
@@ -153,8 +150,7 @@ class Elastic:
         self._long_prefill = Rate(NUMBER_WINDOW_S)
         self._streams = Level()
         self._wanted = Highest()
-        self._watched_since: float | None = None
-        """Time of the first look; None before."""
+        self._watched_since: float | None = None  # time of the first look; None before
         self._division = TOGETHER
         self._divided_at: float | None = None
 

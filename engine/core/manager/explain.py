@@ -18,8 +18,7 @@ from raydix.engine.core.manager.sessions import Branch
 from raydix.engine.core.objectives import WhenLate
 from raydix.engine.core.types import DraftUse, Ended, Expected, Outcome, Role
 
-MAX_CONSIDERED = 16
-"""Workers kept per decision, the best ones."""
+MAX_CONSIDERED = 16  # workers kept per decision, the best ones
 
 
 class BlockSource(StrEnum):
@@ -50,6 +49,7 @@ class BlockSource(StrEnum):
     """In a pool, but not with the recurrent state to go on from, or at another worker with it."""
 
 
+# Reasons of misses, for people.
 WHY: Mapping[BlockSource, str] = MappingProxyType(
     {
         BlockSource.NEVER_SEEN: "no prompt with these blocks has been computed before.",
@@ -67,7 +67,6 @@ WHY: Mapping[BlockSource, str] = MappingProxyType(
         "worker has it: the next prompt that parts here goes on from the snapshot that this one leaves.",
     }
 )
-"""Reasons of misses, for people."""
 
 HITS = frozenset({BlockSource.LOCAL, BlockSource.WORKER, BlockSource.STORE, BlockSource.DISK, BlockSource.PENDING})
 

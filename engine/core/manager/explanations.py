@@ -36,10 +36,10 @@ class Explanations:
         self._decisions = decisions
         self._block_size = block_size
         self._keeps_segments = keeps_segments
+        # The block that followed a block in the tenant's last prompt with new blocks.
         self._continuations: BlockNotes[BlockHash] = BlockNotes()
-        """The block that followed a block in the tenant's last prompt with new blocks."""
+        # The last turn with an answer behind a block, of a model with reasoning.
         self._reasoned: BlockNotes[int] = BlockNotes()
-        """The last turn with an answer behind a block, of a model with reasoning."""
 
     def record(
         self,

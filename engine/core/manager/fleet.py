@@ -16,8 +16,7 @@ from raydix.engine.core.objectives import Objectives
 from raydix.engine.core.types import Role
 
 PATIENCE_S = 0.25
-PATIENCE = 3.0
-"""A fetch from another node is late after `PATIENCE_S` and `PATIENCE` times what it is predicted to take."""
+PATIENCE = 3.0  # a fetch from another node is late after `PATIENCE_S` and `PATIENCE` times what it is predicted to take
 
 
 class Fleet(Mapping[str, WorkerRecord]):

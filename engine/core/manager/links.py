@@ -15,13 +15,11 @@ from typing import NamedTuple, TypeAlias
 
 from raydix.engine.core.costs import KEPT, LinearFit, WorkerCosts
 
+# Remembered links, those of all pairs of 256 nodes, in 1.3 KiB each; the one without reports for longest is forgotten
+# first.
 MAX_LINKS = 1 << 16
-"""Remembered links, those of all pairs of 256 nodes, in 1.3 KiB each; the one without reports for longest is forgotten
-first."""
-FADE_S = 5.0
-"""Shortest time after which the old observations of a link are weakened."""
-FADES_PER_S = 2.0
-"""`KEPT` is left of an observation after each half second, as of the imports of `CostFit`."""
+FADE_S = 5.0  # shortest time after which the old observations of a link are weakened
+FADES_PER_S = 2.0  # `KEPT` is left of an observation after each half second, as of the imports of `CostFit`
 
 
 Sources: TypeAlias = Sequence[tuple[str, int]]

@@ -3,10 +3,8 @@
 from collections import OrderedDict
 from typing import NamedTuple
 
-MOST_PAIRS = 200
-"""Pairs of a source and a target that are remembered, those with the latest moves."""
-DISK = "disk"
-"""The source of KV whose worker is not known: it came from the disk."""
+MOST_PAIRS = 200  # pairs of a source and a target that are remembered, those with the latest moves
+DISK = "disk"  # the source of KV whose worker is not known: it came from the disk
 
 
 class Moved(NamedTuple):

@@ -16,12 +16,12 @@ from statistics import median_low
 
 from raydix.engine.core.costs import WorkerCosts
 
+# Share of the way to the peers' median that unused costs go with each report; with two a second, half in 17 s.
 FADE = 0.02
-"""Share of the way to the peers' median that unused costs go with each report; with two a second, half in 17 s."""
 PREFILL_TOKENS = 256
 DECODES = 8
+# Compared figures: a step with so many prompt tokens, one with so many decodes, an import of so many bytes.
 IMPORT_BYTES = 1 << 22
-"""Compared figures: a step with so many prompt tokens, one with so many decodes, an import of so many bytes."""
 NAMES = tuple(each.name for each in fields(WorkerCosts))
 
 

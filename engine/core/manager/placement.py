@@ -40,19 +40,14 @@ from raydix.engine.core.manager.links import Links, Sources
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
 from raydix.engine.core.types import Role
 
+# Limit of the requests assumed to wait for one computation: behind a longer queue, requests go elsewhere.
 MAX_DELAYED = 3
-"""Limit of the requests assumed to wait for one computation: behind a longer queue, requests go elsewhere."""
-DECODE_DELAY = 0.1
-"""Delay of a decode, as a share of the time of a computation beside it."""
-MAX_SPREAD = 0.5
-"""Upper limit of a fit's spread: a worse fit counts as this good."""
+DECODE_DELAY = 0.1  # delay of a decode, as a share of the time of a computation beside it
+MAX_SPREAD = 0.5  # upper limit of a fit's spread: a worse fit counts as this good
 TIE = 0.02
-TIE_S = 5e-4
-"""Equal costs are tied if the difference of the sums is below this share plus these seconds."""
-DECODE_HORIZON = 64
-"""Tokens over which a decode worker's step time is weighed against the import of missing KV."""
-MIN_CONSIDERED = 16
-"""Minimum of predicted candidates, if there are as many, for the explanation of the choice."""
+TIE_S = 5e-4  # equal costs are tied if the difference of the sums is below this share plus these seconds
+DECODE_HORIZON = 64  # tokens over which a decode worker's step time is weighed against the import of missing KV
+MIN_CONSIDERED = 16  # minimum of predicted candidates, if there are as many, for the explanation of the choice
 
 
 class SessionWorkers(NamedTuple):

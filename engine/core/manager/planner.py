@@ -24,14 +24,10 @@ from typing import NamedTuple
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.objectives import Objectives
 
-MARGIN = 0.15
-"""Share by which the pressure of another division must be lower."""
-IDLE = 0.25
-"""Pressure up to which a division stays as it is."""
-TARGET = 0.75
-"""Pressure at which the number of workers is right: arrivals are uneven."""
-BACKLOG_S = 5.0
-"""Seconds in which queued prefills are to be worked off where there is no TTFT objective."""
+MARGIN = 0.15  # share by which the pressure of another division must be lower
+IDLE = 0.25  # pressure up to which a division stays as it is
+TARGET = 0.75  # pressure at which the number of workers is right: arrivals are uneven
+BACKLOG_S = 5.0  # seconds in which queued prefills are to be worked off where there is no TTFT objective
 MAX_STREAMS = 4096
 
 
@@ -59,8 +55,7 @@ class Division(NamedTuple):
         return self.num_prefill > 0
 
 
-TOGETHER = Division(0, 0)
-"""All workers do both."""
+TOGETHER = Division(0, 0)  # all workers do both
 
 
 class _Pressures(NamedTuple):

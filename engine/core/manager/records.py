@@ -7,8 +7,7 @@ from raydix.engine.core.manager.block_index import Segment
 from raydix.engine.core.manager.placement import WorkerLoad
 from raydix.engine.core.types import Admission, BlockHash, CacheHints, Role
 
-US_PER_S = 1_000_000
-"""Predicted times are summed as whole microseconds: sums of floats would not come back to 0."""
+US_PER_S = 1_000_000  # predicted times are summed as whole microseconds: sums of floats would not come back to 0
 
 
 @dataclass(slots=True)

@@ -26,10 +26,8 @@ from typing import NamedTuple
 from raydix.engine.core.manager.placement import NO_WORKERS, SessionWorkers
 from raydix.engine.core.types import AdmitRequest, BlockHash, FinishReason
 
-MAX_SESSIONS = 1 << 15
-"""Limit of the remembered sessions; the least recently used one is forgotten first."""
-MARK_DISTANCES = (0, 1, 3, 15, 63, 255)
-"""Distances of the marks from the last block of a prompt, in blocks."""
+MAX_SESSIONS = 1 << 15  # limit of the remembered sessions; the least recently used one is forgotten first
+MARK_DISTANCES = (0, 1, 3, 15, 63, 255)  # distances of the marks from the last block of a prompt, in blocks
 
 
 class Branch(NamedTuple):
@@ -97,16 +95,11 @@ class Sessions:
 
     def __init__(self, capacity: int = MAX_SESSIONS) -> None:
         self._capacity = capacity
-        self._sessions: OrderedDict[int, Session] = OrderedDict()
-        """By number; the least recently used first."""
-        self._by_mark: dict[BlockHash, Session] = {}
-        """The session that has set a mark last."""
-        self._by_key: dict[bytes, Session] = {}
-        """The session that had a name last."""
-        self._by_request: dict[str, Session] = {}
-        """Sessions of the requests under way."""
-        self._by_trunk: Counter[BlockHash] = Counter()
-        """Number of sessions that began behind a block."""
+        self._sessions: OrderedDict[int, Session] = OrderedDict()  # by number; the least recently used first
+        self._by_mark: dict[BlockHash, Session] = {}  # the session that has set a mark last
+        self._by_key: dict[bytes, Session] = {}  # the session that had a name last
+        self._by_request: dict[str, Session] = {}  # sessions of the requests under way
+        self._by_trunk: Counter[BlockHash] = Counter()  # number of sessions that began behind a block
         self._num_begun = 0
 
     def __len__(self) -> int:

@@ -28,16 +28,15 @@ from typing import NamedTuple, TypeAlias
 from raydix.engine.core.manager.sessions import Session
 from raydix.engine.core.types import FinishReason, Paused
 
-FILL = 0.95
-"""Share of a pool for places: the rest is for requests of no session, and for answers."""
+FILL = 0.95  # share of a pool for places: the rest is for requests of no session, and for answers
+# A session that has been idle for less keeps its place, unless its last answer ended a turn or its client left: tools
+# mostly take a few seconds, and people minutes.
 PATIENCE_S = 20.0
-"""A session that has been idle for less keeps its place, unless its last answer ended a turn or its client left: tools
-mostly take a few seconds, and people minutes."""
+# A paused session that has not asked for so long has left together with its ingress replica. Longer than a manager or a
+# replica may stand still: a session whose pause is forgotten begins another one behind all others.
 SILENT_S = 10.0
-"""A paused session that has not asked for so long has left together with its ingress replica. Longer than a manager or
-a replica may stand still: a session whose pause is forgotten begins another one behind all others."""
+# A place of a session that has not asked for so long is free, whether or not another one needs the room.
 STALE_S = 600.0
-"""A place of a session that has not asked for so long is free, whether or not another one needs the room."""
 
 
 class TurnLimits(NamedTuple):
@@ -101,16 +100,11 @@ class Turns:
         """Pauses that ended with a turn, of all sessions so far."""
         self.paused_s = 0.0
         """Seconds of these pauses."""
-        self._places: OrderedDict[int, _Place] = OrderedDict()
-        """The one that asked longest ago first."""
-        self._pauses: dict[int, _Pause] = {}
-        """In the order in which the pauses began."""
-        self._waiting: dict[str, _Pause] = {}
-        """The pause of each request that waits."""
-        self._placed: Counter[str] = Counter()
-        """Blocks in places, by worker."""
-        self._tenants: Counter[str] = Counter()
-        """Blocks in places, by tenant."""
+        self._places: OrderedDict[int, _Place] = OrderedDict()  # the one that asked longest ago first
+        self._pauses: dict[int, _Pause] = {}  # in the order in which the pauses began
+        self._waiting: dict[str, _Pause] = {}  # the pause of each request that waits
+        self._placed: Counter[str] = Counter()  # blocks in places, by worker
+        self._tenants: Counter[str] = Counter()  # blocks in places, by tenant
 
     @property
     def num_placed(self) -> int:

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 
 from raydix.engine.core.answers.continuations import MAX_BYTES, TOKEN_BYTES
 
-MAX_VARIANTS = 4
-"""Different answers kept under one name."""
+MAX_VARIANTS = 4  # different answers kept under one name
+# Memory of a name beside its answers: key, list and place in the dictionary, some 200 bytes in CPython.
 NAME_BYTES = 240
-"""Memory of a name beside its answers: key, list and place in the dictionary, some 200 bytes in CPython."""
-VARIANT_BYTES = 160
-"""Memory of an answer beside its token ids, some 150 bytes in CPython."""
+VARIANT_BYTES = 160  # memory of an answer beside its token ids, some 150 bytes in CPython
 
 
 @dataclass(slots=True)
@@ -36,8 +34,8 @@ class AnswerStore:
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
+        # The least recently used first, the likeliest answer of each last.
         self._answers: OrderedDict[bytes, list[_Variant]] = OrderedDict()
-        """The least recently used first, the likeliest answer of each last."""
         self._num_kept = 0
         self.num_bytes = 0
         """Memory of all answers."""

@@ -19,14 +19,12 @@ from typing import NamedTuple
 from raydix.engine.core.shares import Shares
 from raydix.engine.core.tenants import ANONYMOUS
 
+# Bytes of an entry beside its data: names, times and place in the dictionary, some 350 bytes in CPython.
 ENTRY_BYTES = 400
-"""Bytes of an entry beside its data: names, times and place in the dictionary, some 350 bytes in CPython."""
-UNDER_WAY = b"~"
-"""Begins the data of a response that is being generated."""
+UNDER_WAY = b"~"  # begins the data of a response that is being generated
+# Seconds without a renewal after which the runner of a response counts as dead, as an ingress replica does.
 CLAIM_S = 10.0
-"""Seconds without a renewal after which the runner of a response counts as dead, as an ingress replica does."""
-MOST_GIVEN = 8
-"""Abandoned responses that are given to one runner at a time."""
+MOST_GIVEN = 8  # abandoned responses that are given to one runner at a time
 
 
 class Abandoned(NamedTuple):
@@ -68,14 +66,10 @@ class ResponseStore:
         self._budget_bytes = budget_bytes
         self._dropped = dropped
         self._ttl_s = ttl_s
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        """The least recently used first."""
-        self._order: dict[str, OrderedDict[bytes, None]] = {}
-        """The names of each tenant's entries, in the same order."""
-        self._shares = Shares()
-        """Memory of the entries by tenant."""
-        self._renewed_at: dict[bytes, float] = {}
-        """Last renewal of each response under way."""
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
+        self._order: dict[str, OrderedDict[bytes, None]] = {}  # the names of each tenant's entries, in the same order
+        self._shares = Shares()  # memory of the entries by tenant
+        self._renewed_at: dict[bytes, float] = {}  # last renewal of each response under way
 
     def __len__(self) -> int:
         return len(self._entries)

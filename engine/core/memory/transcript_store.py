@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from raydix.engine.core.shares import Shares
 from raydix.engine.core.tenants import ANONYMOUS
 
-ENTRY_BYTES = 256
-"""Bytes of an entry beside its ids: key, array and place in the dictionary, some 210 bytes in CPython."""
+ENTRY_BYTES = 256  # bytes of an entry beside its ids: key, array and place in the dictionary, some 210 bytes in CPython
 
 
 class TranscriptStore:
@@ -18,10 +17,9 @@ class TranscriptStore:
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
         self._tenant_of: dict[bytes, str] = {}
+        # Token ids by tenant and name; of each tenant the least recently used first.
         self._token_ids: dict[str, OrderedDict[bytes, array[int]]] = {}
-        """Token ids by tenant and name; of each tenant the least recently used first."""
-        self._shares = Shares()
-        """Memory of the entries by tenant."""
+        self._shares = Shares()  # memory of the entries by tenant
 
     def __len__(self) -> int:
         return len(self._tenant_of)

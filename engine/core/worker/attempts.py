@@ -16,19 +16,18 @@ from collections.abc import Iterable, Sequence
 
 from raydix.engine.core.types import Assignment, AttemptName
 
+# Time without its name in its replica's pings after which an attempt runs for nobody. Longer than the time between two
+# pings: a ping may have been sent before the attempt.
 ORPHAN_S = 2.0
-"""Time without its name in its replica's pings after which an attempt runs for nobody. Longer than the time between two
-pings: a ping may have been sent before the attempt."""
 
 
 class Attempts:
     """The latest attempt of each request of a worker. Times are of one monotonic clock, in seconds."""
 
     def __init__(self) -> None:
-        self._readers: dict[str, tuple[int, str]] = {}
-        """Attempt and ingress replica of each request."""
+        self._readers: dict[str, tuple[int, str]] = {}  # attempt and ingress replica of each request
+        # Time since which the pings of its replica have not named an attempt.
         self._unnamed_since: dict[AttemptName, float] = {}
-        """Time since which the pings of its replica have not named an attempt."""
 
     def begin(self, assignments: Iterable[Assignment]) -> set[str]:
         """Note new attempts; returns their replicas. Nobody reads what is computed at idle priority."""

@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.request import Request
 
-MAX_REQUESTS = 16
-"""Limit of waiting idle requests."""
+MAX_REQUESTS = 16  # limit of waiting idle requests
+# Limit of tokens computed for one idle request: as many as a compacted chat may have behind its beginning.
 MAX_TOKENS = 8192
-"""Limit of tokens computed for one idle request: as many as a compacted chat may have behind its beginning."""
-SHARE = 8
-"""A step without other work takes 1 / SHARE of the token budget."""
+SHARE = 8  # a step without other work takes 1 / SHARE of the token budget
 
 
 @dataclass(slots=True)

@@ -20,10 +20,8 @@ from raydix.engine.core.types import BlockHash, Pooling, PromptEvent, TokenLogpr
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.step import RunnerOutput, ScheduledChunk
 
-SUM_CAPACITY_BYTES = 64 << 20
-"""Limit of bytes: of a model with hidden states of 1,024 values some 8,000 blocks."""
-SCORE_CAPACITY = 1 << 19
-"""Limit of log-probabilities: 40 to 85 MB, the less the more alternatives each token has."""
+SUM_CAPACITY_BYTES = 64 << 20  # limit of bytes: of a model with hidden states of 1,024 values some 8,000 blocks
+SCORE_CAPACITY = 1 << 19  # limit of log-probabilities: 40 to 85 MB, the less the more alternatives each token has
 
 
 class ScoreStore:

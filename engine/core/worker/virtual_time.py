@@ -25,10 +25,8 @@ class VirtualTime:
         """`weights`: other ones than 1, by tenant."""
         self._weights = dict(weights or {})
         self._times: dict[str, float] = {}
-        self._num_requests: Counter[str] = Counter()
-        """Requests here of each active tenant."""
-        self._last = 0.0
-        """Time of the tenant that left last, from which on the next one begins when nobody is active."""
+        self._num_requests: Counter[str] = Counter()  # requests here of each active tenant
+        self._last = 0.0  # time of the tenant that left last, from which on the next one begins when nobody is active
 
     def weigh(self, weights: Mapping[str, float]) -> None:
         """Take other weights, for what is computed from now on."""

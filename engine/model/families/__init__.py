@@ -32,8 +32,7 @@ _ALL = (
     *(QWEN2_MOE, QWEN3_NEXT, QWEN3_5_MOE),
     *(QWEN3_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GPT_OSS),
 )
-FAMILIES = {family.model_type: family for family in _ALL}
-"""Supported families by model type."""
+FAMILIES = {family.model_type: family for family in _ALL}  # supported families by model type
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -6,6 +6,7 @@ from typing import Any
 
 from raydix.engine.model.config import JsonObject, ModelConfig
 
+# Values that a `config.json` of any family may leave out.
 _DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
@@ -14,7 +15,6 @@ _DEFAULTS: Mapping[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-"""Values that a `config.json` of any family may leave out."""
 
 
 @dataclass(frozen=True, slots=True)

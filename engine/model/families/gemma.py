@@ -9,13 +9,13 @@ from raydix.engine.model.config import LayerNorms, ModelConfig
 from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.parts import decoder, layer_windows, optional_float, rope_of, rope_parameters
 
+# Values that the `config.json` of any Gemma may leave out.
 GEMMA_DEFAULTS: Mapping[str, Any] = {
     "head_dim": 256,
     "hidden_act": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
     "max_position_embeddings": 8192,
 }
-"""Values that the `config.json` of any Gemma may leave out."""
 
 
 def gemma(settings: Settings) -> ModelConfig:
@@ -31,6 +31,7 @@ def _gemma(settings: Settings) -> ModelConfig:
     return gemma(settings)
 
 
+# Gemma 1: embeddings are scaled, and the stored norm weights are one less than what they multiply by.
 GEMMA = Family(
     model_type="gemma",
     architecture="GemmaForCausalLM",
@@ -40,7 +41,6 @@ GEMMA = Family(
     defaults={**GEMMA_DEFAULTS, "vocab_size": 256_000},
     describe=_gemma,
 )
-"""Gemma 1: embeddings are scaled, and the stored norm weights are one less than what they multiply by."""
 
 
 GEMMA2_DEFAULTS: Mapping[str, Any] = {
@@ -78,6 +78,7 @@ def _gemma2(settings: Settings) -> ModelConfig:
     )
 
 
+# Gemma 2: norms after attention and MLP, too; every other layer has a window; soft caps.
 GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
@@ -87,7 +88,6 @@ GEMMA2 = Family(
     defaults=GEMMA2_DEFAULTS,
     describe=_gemma2,
 )
-"""Gemma 2: norms after attention and MLP, too; every other layer has a window; soft caps."""
 
 
 def _gemma3(settings: Settings) -> ModelConfig:
@@ -106,6 +106,8 @@ def _gemma3(settings: Settings) -> ModelConfig:
     )
 
 
+# Gemma 3, the text model: queries and keys pass a norm, windowed layers have a rotary embedding of their own. It
+# ignores `attn_logit_softcapping`.
 GEMMA3 = Family(
     model_type="gemma3",
     architecture="Gemma3ForCausalLM",
@@ -122,5 +124,3 @@ GEMMA3 = Family(
     },
     describe=_gemma3,
 )
-"""Gemma 3, the text model: queries and keys pass a norm, windowed layers have a rotary embedding of their own. It
-ignores `attn_logit_softcapping`."""

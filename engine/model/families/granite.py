@@ -18,6 +18,7 @@ def _granite(settings: Settings) -> ModelConfig:
     )
 
 
+# Granite 3, the dense models: Llama with a factor each on embeddings, scores, residual sums and logits.
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
@@ -32,7 +33,6 @@ GRANITE = Family(
     },
     describe=_granite,
 )
-"""Granite 3, the dense models: Llama with a factor each on embeddings, scores, residual sums and logits."""
 
 
 def _granitemoe(settings: Settings) -> ModelConfig:
@@ -50,6 +50,7 @@ def _granitemoe(settings: Settings) -> ModelConfig:
     )
 
 
+# Granite 3 with experts, which its files store as one tensor of all.
 GRANITE_MOE = Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
@@ -58,4 +59,3 @@ GRANITE_MOE = Family(
     defaults={**GRANITE.defaults, "num_experts": 8, "num_experts_per_tok": 2},
     describe=_granitemoe,
 )
-"""Granite 3 with experts, which its files store as one tensor of all."""

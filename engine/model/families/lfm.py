@@ -63,6 +63,7 @@ def _lfm2(settings: Settings) -> ModelConfig:
     )
 
 
+# LFM 2: most layers have a convolution over three positions between two gates, the others attention.
 LFM2 = Family(
     model_type="lfm2",
     architecture="Lfm2ForCausalLM",
@@ -82,4 +83,3 @@ LFM2 = Family(
     },
     describe=_lfm2,
 )
-"""LFM 2: most layers have a convolution over three positions between two gates, the others attention."""

@@ -12,6 +12,7 @@ def _llama(settings: Settings) -> ModelConfig:
     return replace(decoder(settings), mlp_bias=bool(settings["mlp_bias"]))
 
 
+# Llama 1 to 3, and the many models of their architecture.
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
@@ -28,7 +29,6 @@ LLAMA = Family(
     defaults={"max_position_embeddings": 2048},
     describe=_llama,
 )
-"""Llama 1 to 3, and the many models of their architecture."""
 
 
 def _smollm3(settings: Settings) -> ModelConfig:
@@ -45,6 +45,7 @@ def _smollm3(settings: Settings) -> ModelConfig:
     )
 
 
+# SmolLM 3: every fourth layer is not rotated, so its attention knows no positions.
 SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
@@ -59,7 +60,6 @@ SMOLLM3 = Family(
     },
     describe=_smollm3,
 )
-"""SmolLM 3: every fourth layer is not rotated, so its attention knows no positions."""
 
 
 def _seed_oss(settings: Settings) -> ModelConfig:
@@ -67,6 +67,7 @@ def _seed_oss(settings: Settings) -> ModelConfig:
     return replace(decoder(settings), attention_output_bias=output_bias, mlp_bias=bool(settings["mlp_bias"]))
 
 
+# Seed-OSS: Llama whose queries, keys and values have a bias, by default without one of the output.
 SEED_OSS = Family(
     model_type="seedoss",
     architecture="SeedOssForCausalLM",
@@ -80,7 +81,6 @@ SEED_OSS = Family(
     },
     describe=_seed_oss,
 )
-"""Seed-OSS: Llama whose queries, keys and values have a bias, by default without one of the output."""
 
 
 def _phi3(settings: Settings) -> ModelConfig:
@@ -100,6 +100,8 @@ def _phi3(settings: Settings) -> ModelConfig:
     )
 
 
+# Phi-3, 3.5 and 4: fused projections, every layer has the window, and LongRoPE stretches the long ones. Phi-4-mini
+# rotates three quarters of each head.
 PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
@@ -113,8 +115,6 @@ PHI3 = Family(
     },
     describe=_phi3,
 )
-"""Phi-3, 3.5 and 4: fused projections, every layer has the window, and LongRoPE stretches the long ones. Phi-4-mini
-rotates three quarters of each head."""
 
 
 def _helium(settings: Settings) -> ModelConfig:
@@ -122,6 +122,7 @@ def _helium(settings: Settings) -> ModelConfig:
     return replace(plain, attention_output_bias=False, mlp_bias=bool(settings["mlp_bias"]))
 
 
+# Helium: Llama with heads rotated in neighbouring pairs.
 HELIUM = Family(
     model_type="helium",
     architecture="HeliumForCausalLM",
@@ -136,7 +137,6 @@ HELIUM = Family(
     },
     describe=_helium,
 )
-"""Helium: Llama with heads rotated in neighbouring pairs."""
 
 
 def _ernie4_5(settings: Settings) -> ModelConfig:
@@ -145,6 +145,7 @@ def _ernie4_5(settings: Settings) -> ModelConfig:
     return replace(plain, attention_bias=has_bias, attention_output_bias=has_bias, mlp_bias=has_bias)
 
 
+# ERNIE 4.5, the dense models: Llama with heads rotated in neighbouring pairs, and one switch for all biases.
 ERNIE4_5 = Family(
     model_type="ernie45",
     architecture="Ernie4_5ForCausalLM",
@@ -160,7 +161,6 @@ ERNIE4_5 = Family(
     },
     describe=_ernie4_5,
 )
-"""ERNIE 4.5, the dense models: Llama with heads rotated in neighbouring pairs, and one switch for all biases."""
 
 
 def _exaone4(settings: Settings) -> ModelConfig:
@@ -182,6 +182,7 @@ def _exaone4(settings: Settings) -> ModelConfig:
     )
 
 
+# EXAONE 4: norms as OLMo 2, but of each query and key head; with windows only windowed layers are rotated.
 EXAONE4 = Family(
     model_type="exaone4",
     architecture="Exaone4ForCausalLM",
@@ -190,7 +191,6 @@ EXAONE4 = Family(
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window_pattern": 4},
     describe=_exaone4,
 )
-"""EXAONE 4: norms as OLMo 2, but of each query and key head; with windows only windowed layers are rotated."""
 
 
 GLM_DEFAULTS = {
@@ -208,6 +208,7 @@ def glm(settings: Settings) -> ModelConfig:
     return replace(interleaved(decoder(settings)), attention_output_bias=False, fused_gate_up=True)
 
 
+# GLM-4 of the first form (`glm-4-9b-hf`): half of each head is rotated, in neighbouring pairs; fused gate and up.
 GLM = Family(
     model_type="glm",
     architecture="GlmForCausalLM",
@@ -216,7 +217,6 @@ GLM = Family(
     defaults=GLM_DEFAULTS,
     describe=glm,
 )
-"""GLM-4 of the first form (`glm-4-9b-hf`): half of each head is rotated, in neighbouring pairs; fused gate and up."""
 
 
 def _glm4(settings: Settings) -> ModelConfig:
@@ -224,6 +224,7 @@ def _glm4(settings: Settings) -> ModelConfig:
     return replace(glm(settings), norms=norms)
 
 
+# GLM-4-0414 and GLM-Z1: as GLM, with norms after attention and MLP, too.
 GLM4 = Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
@@ -232,4 +233,3 @@ GLM4 = Family(
     defaults=GLM_DEFAULTS,
     describe=_glm4,
 )
-"""GLM-4-0414 and GLM-Z1: as GLM, with norms after attention and MLP, too."""

@@ -19,6 +19,7 @@ def _mistral(settings: Settings) -> ModelConfig:
     )
 
 
+# Mistral: every layer has the window, and no projection a bias. Its GGUF files call themselves llama.
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
@@ -27,7 +28,6 @@ MISTRAL = Family(
     defaults={"max_position_embeddings": 131_072, "num_key_value_heads": 8},
     describe=_mistral,
 )
-"""Mistral: every layer has the window, and no projection a bias. Its GGUF files call themselves llama."""
 
 
 def _ministral(settings: Settings) -> ModelConfig:
@@ -40,6 +40,7 @@ def _ministral(settings: Settings) -> ModelConfig:
     )
 
 
+# Ministral (8B): Mistral whose layers have a window or none, as `layer_types` says.
 MINISTRAL = Family(
     model_type="ministral",
     architecture="MinistralForCausalLM",
@@ -48,7 +49,6 @@ MINISTRAL = Family(
     defaults={"max_position_embeddings": 131_072, "num_key_value_heads": 8},
     describe=_ministral,
 )
-"""Ministral (8B): Mistral whose layers have a window or none, as `layer_types` says."""
 
 
 _MINISTRAL3_ROPE: dict[str, Any] = {
@@ -78,6 +78,7 @@ def _ministral3(settings: Settings) -> ModelConfig:
     )
 
 
+# Ministral 3: Mistral stretched by YaRN, whose queries grow with the logarithm of their position.
 MINISTRAL3 = Family(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
@@ -91,7 +92,6 @@ MINISTRAL3 = Family(
     },
     describe=_ministral3,
 )
-"""Ministral 3: Mistral stretched by YaRN, whose queries grow with the logarithm of their position."""
 
 
 def _mixtral(settings: Settings) -> ModelConfig:
@@ -112,6 +112,7 @@ def _mixtral(settings: Settings) -> ModelConfig:
     )
 
 
+# Mixtral: Mistral with 8 experts, of which each token takes 2.
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
@@ -126,4 +127,3 @@ MIXTRAL = Family(
     },
     describe=_mixtral,
 )
-"""Mixtral: Mistral with 8 experts, of which each token takes 2."""

@@ -8,13 +8,13 @@ from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.parts import decoder, experts_of, layer_windows, rope_of, rope_parameters
 
 OLMO2_DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+# Only what is added to the residual stream is normed.
 POST_NORMS = LayerNorms(
     attention=None,
     attention_post="post_attention_layernorm",
     mlp=None,
     mlp_post="post_feedforward_layernorm",
 )
-"""Only what is added to the residual stream is normed."""
 
 
 def olmo(settings: Settings) -> ModelConfig:
@@ -22,6 +22,7 @@ def olmo(settings: Settings) -> ModelConfig:
     return replace(decoder(settings), norms=POST_NORMS, qk_norm=True, qk_norm_spans_heads=True)
 
 
+# OLMo 2: norms after attention and MLP instead of before; queries and keys pass one over all heads.
 OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
@@ -30,7 +31,6 @@ OLMO2 = Family(
     defaults=OLMO2_DEFAULTS,
     describe=olmo,
 )
-"""OLMo 2: norms after attention and MLP instead of before; queries and keys pass one over all heads."""
 
 
 def _olmo3(settings: Settings) -> ModelConfig:
@@ -48,6 +48,7 @@ def _olmo3(settings: Settings) -> ModelConfig:
     )
 
 
+# OLMo 3: as OLMo 2; three of four layers have a window, and their rotary embedding is never stretched.
 OLMO3 = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
@@ -56,7 +57,6 @@ OLMO3 = Family(
     defaults={**OLMO2_DEFAULTS, "rope_theta": 500_000.0, "sliding_window": 4096},
     describe=_olmo3,
 )
-"""OLMo 3: as OLMo 2; three of four layers have a window, and their rotary embedding is never stretched."""
 
 
 def _olmoe(settings: Settings) -> ModelConfig:
@@ -65,6 +65,7 @@ def _olmoe(settings: Settings) -> ModelConfig:
     return replace(decoder(settings), qk_norm=True, qk_norm_spans_heads=True, experts=experts_of(settings))
 
 
+# OLMoE: 64 experts, of which each token takes 8; queries and keys pass a norm over all heads.
 OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
@@ -79,4 +80,3 @@ OLMOE = Family(
     },
     describe=_olmoe,
 )
-"""OLMoE: 64 experts, of which each token takes 8; queries and keys pass a norm over all heads."""

@@ -13,8 +13,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 _ROPE_TYPES = ("linear", "llama3", "yarn", "longrope")
+# Dynamic scaling begins beyond max_position, which is never served; in text all sections of mrope count alike.
 _UNSCALED = ("default", "dynamic", "mrope")
-"""Dynamic scaling begins beyond max_position, which is never served; in text all sections of mrope count alike."""
 
 
 def decoder(settings: Settings) -> ModelConfig:

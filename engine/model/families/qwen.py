@@ -23,6 +23,7 @@ def _qwen2(settings: Settings) -> ModelConfig:
     return replace(qwen(settings), attention_bias=True, attention_output_bias=False)
 
 
+# Qwen 2 and 2.5: queries, keys and values have a bias; layers have a window only if `use_sliding_window` says so.
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
@@ -33,13 +34,13 @@ QWEN2 = Family(
     defaults=QWEN2_DEFAULTS,
     describe=_qwen2,
 )
-"""Qwen 2 and 2.5: queries, keys and values have a bias; layers have a window only if `use_sliding_window` says so."""
 
 
 def _qwen3(settings: Settings) -> ModelConfig:
     return replace(qwen(settings), qk_norm=True)
 
 
+# Qwen 3: queries and keys pass a norm.
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
@@ -50,7 +51,6 @@ QWEN3 = Family(
     defaults={**QWEN2_DEFAULTS, "head_dim": 128},
     describe=_qwen3,
 )
-"""Qwen 3: queries and keys pass a norm."""
 
 
 def _experts(settings: Settings) -> ExpertsConfig:
@@ -64,6 +64,7 @@ def _qwen2_moe(settings: Settings) -> ModelConfig:
     return replace(_qwen2(settings), attention_bias=bool(settings["qkv_bias"]), experts=_experts(settings))
 
 
+# Qwen 2 with experts: beside those of its router a token goes through one that is everybody's, behind a gate.
 QWEN2_MOE = Family(
     model_type="qwen2moe",
     architecture="Qwen2MoeForCausalLM",
@@ -82,13 +83,13 @@ QWEN2_MOE = Family(
     },
     describe=_qwen2_moe,
 )
-"""Qwen 2 with experts: beside those of its router a token goes through one that is everybody's, behind a gate."""
 
 
 def _qwen3_moe(settings: Settings) -> ModelConfig:
     return replace(QWEN3.describe(settings), experts=_experts(settings))
 
 
+# Qwen 3 with experts: 128 small ones, of which each token takes 8.
 QWEN3_MOE = Family(
     model_type="qwen3moe",
     architecture="Qwen3MoeForCausalLM",
@@ -106,7 +107,6 @@ QWEN3_MOE = Family(
     },
     describe=_qwen3_moe,
 )
-"""Qwen 3 with experts: 128 small ones, of which each token takes 8."""
 
 
 def recurrent_layers(settings: Settings) -> tuple[int, ...]:
@@ -151,6 +151,7 @@ def _hybrid(settings: Settings, *, is_fused: bool = False) -> ModelConfig:
     )
 
 
+# Values that the `config.json` of Qwen 3 Next or 3.5 may leave out.
 HYBRID_DEFAULTS = {
     "head_dim": 256,
     "max_position_embeddings": 32_768,
@@ -162,8 +163,9 @@ HYBRID_DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-"""Values that the `config.json` of Qwen 3 Next or 3.5 may leave out."""
 
+# Qwen 3.5: of four layers three have a recurrent state (gated DeltaNet), the others attention behind a gate. Norms
+# store one less than what they multiply by, except the one behind the recurrence.
 QWEN3_5 = Family(
     model_type="qwen35",
     architecture="Qwen3_5ForCausalLM",
@@ -173,8 +175,6 @@ QWEN3_5 = Family(
     defaults={**HYBRID_DEFAULTS, "num_key_value_heads": 4},
     describe=_hybrid,
 )
-"""Qwen 3.5: of four layers three have a recurrent state (gated DeltaNet), the others attention behind a gate. Norms
-store one less than what they multiply by, except the one behind the recurrence."""
 
 HYBRID_EXPERTS = {
     "intermediate_size": 5632,
@@ -190,6 +190,7 @@ def _qwen3_next(settings: Settings) -> ModelConfig:
     return replace(_hybrid(settings, is_fused=True), experts=_experts(settings))
 
 
+# Qwen 3 Next: layers as Qwen 3.5's, 512 small experts, and one that is everybody's.
 QWEN3_NEXT = Family(
     model_type="qwen3next",
     architecture="Qwen3NextForCausalLM",
@@ -198,13 +199,13 @@ QWEN3_NEXT = Family(
     defaults={**HYBRID_DEFAULTS, **HYBRID_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10},
     describe=_qwen3_next,
 )
-"""Qwen 3 Next: layers as Qwen 3.5's, 512 small experts, and one that is everybody's."""
 
 
 def _qwen3_5_moe(settings: Settings) -> ModelConfig:
     return replace(_hybrid(settings), experts=_experts(settings))
 
 
+# Qwen 3.5 with experts, 256 small ones, and one that is everybody's.
 QWEN3_5_MOE = Family(
     model_type="qwen35moe",
     architecture="Qwen3_5MoeForCausalLM",
@@ -214,4 +215,3 @@ QWEN3_5_MOE = Family(
     defaults={**HYBRID_DEFAULTS, **HYBRID_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
     describe=_qwen3_5_moe,
 )
-"""Qwen 3.5 with experts, 256 small ones, and one that is everybody's."""

@@ -45,7 +45,7 @@ MISTRAL = ToolFormat(
 )
 PYTHONIC = ToolFormat("pythonic", PythonicCalls, (START, END), LLAMA3.form, form_parser=Llama3Calls)
 
+# Formats by name.
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {each.name: each for each in (HERMES, LLAMA3, MISTRAL, PYTHONIC)}
 )
-"""Formats by name."""

@@ -116,8 +116,7 @@ class AssembledMessage:
     def __init__(self, new_id: Callable[[], str], text: str = "", custom: Collection[str] = ()) -> None:
         self._new_id = new_id
         self._custom = custom
-        self._parts: list[str | Call] = [text] if text else []
-        """Texts and calls in their order."""
+        self._parts: list[str | Call] = [text] if text else []  # texts and calls in their order
         self._reasoning: list[str] = []
         self.begun: list[Call] = []
         """Calls by their index, broken ones too."""

@@ -22,8 +22,7 @@ from raydix.engine.core.ingress.parsers.fits import Schema, fits
 from raydix.engine.core.ingress.parsers.json_call import ARGUMENTS_KEYS, NAME_KEYS, JsonCall
 from raydix.engine.core.ingress.parsers.json_value import Step
 
-KEYS = NAME_KEYS | ARGUMENTS_KEYS | {"type", "id"}
-"""Keys of such an object; one with any other key is data."""
+KEYS = NAME_KEYS | ARGUMENTS_KEYS | {"type", "id"}  # keys of such an object; one with any other key is data
 
 
 class BareCalls:
@@ -36,10 +35,8 @@ class BareCalls:
     def __init__(self, tagged: CallParser, functions: Mapping[str, Schema]) -> None:
         self._tagged = tagged
         self._functions = functions
-        self._is_over = False
-        """True when all text belongs to `tagged`."""
-        self._held: list[str] = []
-        """Text of the object so far, and of the white space before it."""
+        self._is_over = False  # true when all text belongs to `tagged`
+        self._held: list[str] = []  # text of the object so far, and of the white space before it
         self._call: JsonCall | None = None
         self._out = Collector()
         self._num_calls = 0

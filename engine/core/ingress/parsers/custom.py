@@ -34,8 +34,7 @@ class InputText:
     """The input in arguments that come in pieces. Arguments of another form are the input themselves, as a whole."""
 
     def __init__(self) -> None:
-        self._held = ""
-        """Arguments before the text, or the beginning of an escape."""
+        self._held = ""  # arguments before the text, or the beginning of an escape
         self._is_inside = False
         self._is_over = False
 
@@ -121,8 +120,7 @@ class CustomCalls:
     def __init__(self, calls: CallParser, names: Collection[str]) -> None:
         self._calls = calls
         self._names = names
-        self._inputs: dict[int, InputText] = {}
-        """Inputs of the calls of custom tools that have begun, by index."""
+        self._inputs: dict[int, InputText] = {}  # inputs of the calls of custom tools that have begun, by index
 
     def push(self, text: str) -> Sequence[AnswerEvent]:
         return self._with_inputs(self._calls.push(text))

@@ -80,9 +80,9 @@ class Collector:
         self._events: list[AnswerEvent] = []
         self._text: list[str] = []
         self._arguments: list[str] = []
+        # Pieces of white space at the text's end, which are text only if more text follows. A list: an answer of white
+        # space alone would otherwise be copied with each of its tokens.
         self._space: list[str] = []
-        """Pieces of white space at the text's end, which are text only if more text follows. A list: an answer of white
-        space alone would otherwise be copied with each of its tokens."""
         self._is_after_call = False
         self._index = -1
 

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 
 Schema = Mapping[str, object]
 
-MAX_DEPTH = 64
-"""Levels of values and of references; what lies deeper fits."""
+MAX_DEPTH = 64  # levels of values and of references; what lies deeper fits
+# Schemas, values and names that one check looks at, in about 10 ms. The depth alone is no limit: a schema that refers
+# to itself twice doubles the work at each level.
 MAX_STEPS = 10_000
-"""Schemas, values and names that one check looks at, in about 10 ms. The depth alone is no limit: a schema that refers
-to itself twice doubles the work at each level."""
 
 
 def fits(value: object, schema: Schema) -> bool:
@@ -34,8 +33,7 @@ class _Check:
     """One check. Its methods raise _StepsUsedUpError."""
 
     def __init__(self, root: Schema) -> None:
-        self._root = root
-        """The schema in which references begin."""
+        self._root = root  # the schema in which references begin
         self._num_steps = 0
 
     def fits(self, value: object, schema: object, depth: int) -> bool:

@@ -12,10 +12,10 @@ from raydix.engine.core.types import Grammar, GrammarKind
 
 Schema = Mapping[str, object]
 
+# Characters of white space between two parts of JSON. Without a bound, small models write it without end.
 MAX_WHITE_SPACE = 64
-"""Characters of white space between two parts of JSON. Without a bound, small models write it without end."""
+# White space of the JSON in calls: llguidance's options.
 JSON_STYLE = (("whitespace_flexible", False), ("item_separator", ", "), ("key_separator", ": "))
-"""White space of the JSON in calls: llguidance's options."""
 _TEXT = r"TEXT: /(.|\n)+/"
 _NO_OBJECT = r"TEXT: /[^{](.|\n)*/"
 

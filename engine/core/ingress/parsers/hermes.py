@@ -23,8 +23,8 @@ class HermesCalls:
         self._out = Collector()
         self._opening = Marker(OPEN)
         self._call: JsonCall | None = None
+        # White space and the part of a closing tag that have come behind a call; None elsewhere.
         self._closing: str | None = None
-        """White space and the part of a closing tag that have come behind a call; None elsewhere."""
 
     def push(self, text: str) -> Sequence[AnswerEvent]:
         while text:

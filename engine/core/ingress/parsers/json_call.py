@@ -9,8 +9,7 @@ from raydix.engine.core.ingress.parsers.json_value import JsonValue, Step
 
 NAME_KEYS = frozenset(("name",))
 ARGUMENTS_KEYS = frozenset(("arguments", "parameters"))
-MAX_NAME = 256
-"""Characters of a function's name; a longer one is none."""
+MAX_NAME = 256  # characters of a function's name; a longer one is none
 
 
 class _Expects(Enum):
@@ -42,15 +41,12 @@ class JsonCall:
         self._raw = [before]
         self._expects = _Expects.OPEN
         self._value = JsonValue()
-        self._held: list[str] = []
-        """Key or value so far."""
+        self._held: list[str] = []  # key or value so far
         self._key = ""
         self._name: str | None = None
-        self._arguments: str | None = None
-        """Whole arguments that came before the name."""
+        self._arguments: str | None = None  # whole arguments that came before the name
         self._has_begun = False
-        self._passes_on = False
-        """True while the value is the arguments of a call that has begun."""
+        self._passes_on = False  # true while the value is the arguments of a call that has begun
 
     def feed(self, text: str) -> tuple[Step, str]:
         """Take the next text. Returns DONE with the rest behind the call, BROKEN with the rest from the faulty

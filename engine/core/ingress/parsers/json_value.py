@@ -9,10 +9,8 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = frozenset(("true", "false", "null"))
 _SCALAR = frozenset("0123456789+-.eEtrufalsn")
 _HEX = frozenset("0123456789abcdefABCDEF")
-MAX_SCALAR = 400
-"""Characters of a number; longer ones are refused."""
-MAX_DEPTH = 200
-"""Objects and lists in each other; readers of JSON refuse many more."""
+MAX_SCALAR = 400  # characters of a number; longer ones are refused
+MAX_DEPTH = 200  # objects and lists in each other; readers of JSON refuse many more
 
 
 class Step(Enum):
@@ -43,15 +41,11 @@ class JsonValue:
 
     def __init__(self) -> None:
         self._expects = _Expects.VALUE
-        self._closers: list[str] = []
-        """Ends of the objects and lists that are open, the innermost last."""
+        self._closers: list[str] = []  # ends of the objects and lists that are open, the innermost last
         self._is_string = False
-        self._is_key = False
-        """True if the open string is a key."""
-        self._escape = 0
-        """Escape within a string: -1 behind a backslash, and the number of hexadecimal digits to come."""
-        self._scalar = ""
-        """Number or word so far."""
+        self._is_key = False  # true if the open string is a key
+        self._escape = 0  # escape within a string: -1 behind a backslash, and the number of hexadecimal digits to come
+        self._scalar = ""  # number or word so far
 
     def feed(self, character: str) -> Step:
         """Take the next character."""

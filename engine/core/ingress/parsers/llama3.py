@@ -23,11 +23,9 @@ class Llama3Calls:
     def __init__(self, names: Collection[str]) -> None:
         self._out = Collector()
         self._names = names
-        self._is_text = False
-        """True when no more calls can come."""
+        self._is_text = False  # true when no more calls can come
         self._has_called = False
-        self._before = ""
-        """Text between calls, or the tag before one: text again if no call follows."""
+        self._before = ""  # text between calls, or the tag before one: text again if no call follows
         self._tag = OneOfMarkers(PYTHON_TAG)
         self._call: JsonCall | None = None
 

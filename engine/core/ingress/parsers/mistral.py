@@ -15,8 +15,7 @@ from raydix.engine.core.ingress.parsers.markers import Marker
 
 CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _HEAD = re.compile(rf"\s*([^\s\[\]{{}}]{{1,{MAX_NAME}}})\s*(\[CALL_ID\][^\[\]]*)?(\[ARGS\])?\s*")
-MAX_HEAD = 2 * MAX_NAME
-"""Characters between the marker and a call's arguments; more are no call."""
+MAX_HEAD = 2 * MAX_NAME  # characters between the marker and a call's arguments; more are no call
 
 
 class _Place(Enum):
@@ -34,8 +33,7 @@ class MistralCalls:
         self._out = Collector()
         self._marker = Marker(CALLS)
         self._place = _Place.TEXT
-        self._before = ""
-        """Text of a call that has not begun."""
+        self._before = ""  # text of a call that has not begun
         self._call: JsonCall | JsonArguments | None = None
         self._is_list = False
 

@@ -36,17 +36,13 @@ class PythonicCalls:
         self._out = Collector()
         self._names = names
         self._place = _Place.START
-        self._raw = ""
-        """Text since the last call."""
+        self._raw = ""  # text since the last call
         self._tag = OneOfMarkers(START, END)
-        self._part = ""
-        """Name, key or value so far."""
+        self._part = ""  # name, key or value so far
         self._key = ""
         self._num_arguments = 0
-        self._depth = 0
-        """Open brackets of a value."""
-        self._quote = ""
-        """Quotation mark that ends an open string, and a backslash behind it where one has just come."""
+        self._depth = 0  # open brackets of a value
+        self._quote = ""  # quotation mark that ends an open string, and a backslash behind it where one has just come
 
     def push(self, text: str) -> Sequence[AnswerEvent]:
         for index, character in enumerate(text):

@@ -48,10 +48,8 @@ class ReasoningParser:
         self._place = _Place.INSIDE if is_inside else _Place.START
         self._opening = OneOfMarkers(OPEN)
         self._closing = Marker(CLOSE)
-        self._space = ""
-        """White space at the end of what has come: of the start, or of reasoning."""
-        self._has_begun = False
-        """True if the reasoning has a character."""
+        self._space = ""  # white space at the end of what has come: of the start, or of reasoning
+        self._has_begun = False  # true if the reasoning has a character
 
     @property
     def is_inside(self) -> bool:

@@ -14,13 +14,10 @@ from heapq import heapify, heappop, heappush
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.worker.drafts.draft import Draft
 
-MARGIN = 1.1
-"""A draft token must be so many times as good as needed, since costs and chances are estimates."""
+MARGIN = 1.1  # a draft token must be so many times as good as needed, since costs and chances are estimates
 LEAST_CHANCE = 0.05
-LEAST_SHARE = 1 / 256
-"""Part of a step that a draft token takes at least, whatever the fit says."""
-MAX_TOKENS = 128
-"""Draft tokens of one step: their rows of logits are held at once."""
+LEAST_SHARE = 1 / 256  # part of a step that a draft token takes at least, whatever the fit says
+MAX_TOKENS = 128  # draft tokens of one step: their rows of logits are held at once
 
 
 @dataclass(frozen=True, slots=True)

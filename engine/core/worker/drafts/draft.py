@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from raydix.engine.core.types import DraftSource
 
+# Places in a draft by name, from the first to the last of each.
 DEPTHS = MappingProxyType({"1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5-8": (5, 8), "9+": (9, 1 << 30)})
-"""Places in a draft by name, from the first to the last of each."""
 
 
 class Draft(NamedTuple):

@@ -16,9 +16,9 @@ from raydix.engine.core.worker.drafts.suffix import MAX_MATCH
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
 
+# Chance that a draft token must have beside many decodes: where it must be so likely, only the guesses of grammars are
+# looked for.
 SURE = 0.8
-"""Chance that a draft token must have beside many decodes: where it must be so likely, only the guesses of grammars are
-looked for."""
 
 
 class Drafter:

@@ -16,12 +16,9 @@ from raydix.engine.core.worker.drafts.forms import CERTAIN, Forms, FormToken, Li
 from raydix.engine.core.worker.drafts.guesser import draft_of, is_better
 from raydix.engine.core.worker.request import Request
 
-MAX_PLACES = 1024
-"""Places kept, of all salts together; the least recently used one is forgotten first."""
-MAX_COUNT = 64
-"""Tokens counted at a place; at more, all counts are halved, so that later answers count more."""
-DOUBT = 1.0
-"""Added to the count of all tokens at a place, so that no choice is certain."""
+MAX_PLACES = 1024  # places kept, of all salts together; the least recently used one is forgotten first
+MAX_COUNT = 64  # tokens counted at a place; at more, all counts are halved, so that later answers count more
+DOUBT = 1.0  # added to the count of all tokens at a place, so that no choice is certain
 
 
 class LearntChoices:
@@ -74,8 +71,8 @@ class FormGuesser:
         """`choices`: None where nothing is learnt; then only forced tokens are guessed."""
         self._forms = forms
         self._choices = choices
+        # Latest walk of each request, with the number of tokens before the walk.
         self._walks: dict[str, tuple[int, Sequence[FormToken]]] = {}
-        """Latest walk of each request, with the number of tokens before the walk."""
 
     def follow(self, requests: Iterable[Request]) -> None:
         """Learn from the tokens behind the latest walks, and forget the walks."""

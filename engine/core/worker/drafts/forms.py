@@ -5,8 +5,7 @@ from typing import NamedTuple, Protocol
 
 from raydix.engine.core.worker.drafts.rows import Row
 
-CERTAIN = 1.0
-"""Chance of a forced token."""
+CERTAIN = 1.0  # chance of a forced token
 
 
 class LikelyToken(NamedTuple):

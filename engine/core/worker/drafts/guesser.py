@@ -19,10 +19,9 @@ from raydix.engine.core.worker.drafts.texts import MAX_COMPARED, DraftText, Text
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
 
+# Tokens of prompts indexed before one step, about a millisecond's work; a longer prompt takes several steps.
 INDEXED_PER_STEP = 1024
-"""Tokens of prompts indexed before one step, about a millisecond's work; a longer prompt takes several steps."""
-MAX_SIBLINGS = 8
-"""Answers under way in which one request looks for its last tokens."""
+MAX_SIBLINGS = 8  # answers under way in which one request looks for its last tokens
 
 
 class Guesser:

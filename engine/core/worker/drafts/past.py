@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from raydix.engine.core.worker.drafts.suffix import MAX_MATCH
 from raydix.engine.core.worker.drafts.texts import Volume
 
-VOLUMES = 8
-"""Full volumes for which there is memory."""
-VOLUME_TOKENS = 16
-"""Memory of an empty volume, in tokens."""
+VOLUMES = 8  # full volumes for which there is memory
+VOLUME_TOKENS = 16  # memory of an empty volume, in tokens
 
 
 class PastVolume(Volume):
@@ -36,12 +34,11 @@ class Past:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
+        # Volumes of each salt, the latest last, to which answers are added.
         self._shelves: dict[bytes, list[PastVolume]] = {}
-        """Volumes of each salt, the latest last, to which answers are added."""
+        # All volumes by their numbers, in the order of their last answers.
         self._by_age: OrderedDict[int, PastVolume] = OrderedDict()
-        """All volumes by their numbers, in the order of their last answers."""
-        self._numbers: dict[bytes, int] = {}
-        """Number of each salt's latest volume."""
+        self._numbers: dict[bytes, int] = {}  # number of each salt's latest volume
         self._num_begun = 0
         self._unindexed: deque[PastVolume] = deque()
         self.num_tokens = 0

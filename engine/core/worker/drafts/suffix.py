@@ -19,15 +19,12 @@ from collections.abc import Sequence
 MIN_MATCH = 2
 MAX_MATCH = 32
 MAX_CANDIDATES = 8
-BOUNDS = (3, 4, 6, 9, 13, 20)
-"""Lengths at which the next class of matches begins; the first class is below all."""
-PRIORS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
-"""Chances before anything was learnt, of each class."""
+BOUNDS = (3, 4, 6, 9, 13, 20)  # lengths at which the next class of matches begins; the first class is below all
+PRIORS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)  # chances before anything was learnt, of each class
 PRIOR_WEIGHT = 4.0
-MAX_WEIGHT = 40.0
-"""Guesses that count: of older ones less and less is left."""
+MAX_WEIGHT = 40.0  # guesses that count: of older ones less and less is left
+# The class of each length; longer matches have the last one's.
 CLASSES = tuple(sum(length >= bound for bound in BOUNDS) for length in range(BOUNDS[-1] + 1))
-"""The class of each length; longer matches have the last one's."""
 
 
 class SourceRecord:
@@ -65,10 +62,8 @@ class Places:
     """The places of all pairs of neighbours in the beginning of a sequence, which belongs to the caller."""
 
     def __init__(self) -> None:
-        self._latest: dict[int, int] = {}
-        """Latest position of the second token of each pair of tokens."""
-        self._previous = array("i")
-        """Position before each indexed one with the same pair; -1 without one."""
+        self._latest: dict[int, int] = {}  # latest position of the second token of each pair of tokens
+        self._previous = array("i")  # position before each indexed one with the same pair; -1 without one
 
     def __len__(self) -> int:
         """Tokens indexed so far."""

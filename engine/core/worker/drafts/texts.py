@@ -9,11 +9,10 @@ from typing import NamedTuple, Protocol
 
 from raydix.engine.core.worker.drafts.suffix import MAX_MATCH, MIN_MATCH, Places, SourceRecord
 
-END = -1
-"""Mark in place of a token: the end of an answer in a text of several."""
+END = -1  # mark in place of a token: the end of an answer in a text of several
+# New tokens of a request with which its guesses are compared; of more, after a while without drafts, only the last
+# tokens count, and the others are indexed as a prompt is.
 MAX_COMPARED = 64
-"""New tokens of a request with which its guesses are compared; of more, after a while without drafts, only the last
-tokens count, and the others are indexed as a prompt is."""
 
 
 class DraftText(Protocol):
@@ -74,10 +73,8 @@ class TextMatch:
         self.length = 0
         """Tokens of the match; 0 without one."""
         self._text: DraftText | None = None
-        self._next = 0
-        """Position behind the match in its text: the guess."""
-        self._num_compared = 0
-        """Tokens of the request already seen."""
+        self._next = 0  # position behind the match in its text: the guess
+        self._num_compared = 0  # tokens of the request already seen
 
     def follow(self, texts: Sequence[DraftText], token_ids: Sequence[int], survival: SourceRecord) -> None:
         """Compare the request's new tokens with the guesses, and look for a match if there is none. Of two texts the
