@@ -55,8 +55,8 @@ from raydix.engine.core.log_fields import about
 logger = logging.getLogger(__name__)
 
 RESTART_TIMEOUT_S = 1800  # limit of a child's start, from its creation to a loaded model and a laid-out pool
-RETRY_S = 0.5
 # First pause before a child that did not start is started again; each further pause is twice as long.
+RETRY_S = 0.5
 MAX_RETRY_S = 30.0
 MAX_FAILURES = 3  # starts in a row that may fail before Serve is to try with another host
 LEAVE_S = 0.2  # between two questions whether a worker's requests and blocks are elsewhere

@@ -67,10 +67,10 @@ class DayLoad:
         return f"{self.streams} x {self.prompt_tokens}"
 
 
-COLD_S = 180.0
-WARM_S = 30.0
 # What the `serve` stage expects: seconds until the server answers, and the deterministic mode's speed in tokens per
 # second as a share of the fast mode's.
+COLD_S = 180.0
+WARM_S = 30.0
 DETERMINISTIC_SHARE = 0.9
 LOADS = (DayLoad(1, 1024, 128), DayLoad(64, 1024, 128), DayLoad(256, 384, 128), DayLoad(1, PROMPT - 64, 1))
 

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "raydix"
 EXTRA = "pip install 'raydix[otel]'"
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 # Variables of the environment that every program with OpenTelemetry knows, the first that is set counts.
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 FAILED_STATUS = 500
 STEPPED_S = 1e-3  # the wall's clock was set if it is so much ahead of, or behind, where it was expected

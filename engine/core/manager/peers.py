@@ -18,9 +18,9 @@ from raydix.engine.core.costs import WorkerCosts
 
 # Share of the way to the peers' median that unused costs go with each report; with two a second, half in 17 s.
 FADE = 0.02
+# Compared figures: a step with so many prompt tokens, one with so many decodes, an import of so many bytes.
 PREFILL_TOKENS = 256
 DECODES = 8
-# Compared figures: a step with so many prompt tokens, one with so many decodes, an import of so many bytes.
 IMPORT_BYTES = 1 << 22
 NAMES = tuple(each.name for each in fields(WorkerCosts))
 

@@ -44,8 +44,9 @@ from raydix.engine.core.types import Role
 MAX_DELAYED = 3
 DECODE_DELAY = 0.1  # delay of a decode, as a share of the time of a computation beside it
 MAX_SPREAD = 0.5  # upper limit of a fit's spread: a worse fit counts as this good
+# Equal costs are tied if the difference of the sums is below this share plus these seconds.
 TIE = 0.02
-TIE_S = 5e-4  # equal costs are tied if the difference of the sums is below this share plus these seconds
+TIE_S = 5e-4
 DECODE_HORIZON = 64  # tokens over which a decode worker's step time is weighed against the import of missing KV
 MIN_CONSIDERED = 16  # minimum of predicted candidates, if there are as many, for the explanation of the choice
 
