@@ -79,6 +79,7 @@ def asking(spec: GenerationSpec, use: CompactionUse, *, leaves_question: bool = 
         is_capped=True,
         stop=(),
         all_logprobs=False,
+        all_prompt_logprobs=False,
         form=replace(spec.form, stream=False, return_token_ids=False),
         service=replace(spec.service, request_id=None),
         retention=replace(spec.retention, marks=tuple(mark for mark in spec.retention.marks if mark.index < len(kept))),

@@ -286,8 +286,9 @@ class SamplingFields(FormatFields, PromptFields):
         default=None,
         description="Spaces between special tokens shown; true. Without them only where the tokenizer puts none.",
     )
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20), INTEGRAL] | None = Field(
-        default=None, description="Report log-probabilities of the prompt's tokens and of this many likeliest ones."
+    prompt_logprobs: Annotated[int, Field(ge=-1, le=20), INTEGRAL] | None = Field(
+        default=None,
+        description="Report log-probabilities of the prompt's tokens and of this many likeliest ones; -1: of all.",
     )
     speculation: bool | None = Field(
         default=None, description="false: no drafts for this request; they change its pace, never the answer."
@@ -324,7 +325,8 @@ class SamplingFields(FormatFields, PromptFields):
             stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
             min_tokens=_given(self.min_tokens, DEFAULT_SAMPLING.min_tokens),
             logprobs=logprobs,
-            prompt_logprobs=self.prompt_logprobs,
+            # Of -1 the number is known with the vocabulary; until then the prompt's own tokens are asked for.
+            prompt_logprobs=0 if self.prompt_logprobs == -1 else self.prompt_logprobs,
             grammar=grammar,
             speculation=self.speculation is not False,
         )

@@ -38,6 +38,7 @@ class TokenNames:
         self._token_bytes = token_bytes
         self._of_chats: dict[int, bytes] = {}
         self._of_completions: dict[int, bytes] = {}
+        self._of_prompts: dict[int, bytes] = {}
 
     def of_chats(self, token_ids: Sequence[int], *, names_ids: bool) -> list[bytes]:
         """The beginnings of entries in a chat's list."""
@@ -57,6 +58,14 @@ class TokenNames:
         for token_id in token_ids:
             if token_id not in known:
                 known[token_id] = orjson.dumps(_shown(self._token_bytes(token_id))) + b":"
+        return [known[token_id] for token_id in token_ids]
+
+    def of_prompts(self, token_ids: Sequence[int]) -> list[bytes]:
+        """The texts of a prompt's candidates, as JSON has them."""
+        known = self._of_prompts
+        for token_id in token_ids:
+            if token_id not in known:
+                known[token_id] = orjson.dumps(_replaced(self._token_bytes(token_id)))
         return [known[token_id] for token_id in token_ids]
 
     def _of_chat(self, token_id: int, *, names_ids: bool) -> bytes:
@@ -138,19 +147,26 @@ def _numbers(logprobs: Sequence[float]) -> list[bytes]:
 
 
 def prompt_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], num_top: int, token_bytes: TokenBytes
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    num_top: int | None,
+    token_bytes: TokenBytes,
+    names: TokenNames | None = None,
 ) -> Sequence[Json | None] | Sliced:
     """vLLM's `prompt_logprobs`: for each prompt token null, or an object by token id with the token itself and then the
-    `num_top` likeliest ones."""
+    `num_top` likeliest ones; None: all that are known. With `names` a `Sliced` stands for a large object of one
+    position."""
 
     def entry(token_id: int, logprob: float, rank: int | None) -> Json:
-        text = token_bytes(token_id).decode("utf-8", "replace")
-        return {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": text}
+        return {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": _replaced(token_bytes(token_id))}
 
-    def objects() -> Iterator[Json | None]:
+    def objects() -> Iterator[Json | Sliced | None]:
         for token_id, at in zip(token_ids, logprobs, strict=True):
             if at is None:
                 yield None
+                continue
+            if names is not None and num_top is None and len(at.top_ids) > SMALL:
+                yield Sliced(partial(_candidates, names, token_id, at))
                 continue
             top = zip(at.top_ids[:num_top], at.top_logprobs[:num_top], strict=True)
             of_token: Json = {str(token_id): entry(token_id, at.chosen, at.rank)}
@@ -160,6 +176,22 @@ def prompt_logprobs(
             yield of_token
 
     return array_of(objects) if num_listed(logprobs) > SMALL else list(objects())
+
+
+def _candidates(names: TokenNames, token_id: int, at: TokenLogprobs) -> Iterator[bytes]:
+    """Yield the object of one position of a prompt as text: the token itself, then all others, likeliest first."""
+    [name], [number] = names.of_prompts([token_id]), _numbers([at.chosen])
+    yield b'{"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}' % (token_id, number, at.rank or 0, name)
+    for first in range(0, len(at.top_ids), SLICE):
+        part = at.top_ids[first : first + SLICE]
+        numbers = _numbers(at.top_logprobs[first : first + SLICE])
+        rows = zip(part, numbers, names.of_prompts(part), strict=True)
+        yield b"".join(
+            b',"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}' % (top_id, number, rank, name)
+            for rank, (top_id, number, name) in enumerate(rows, start=first + 1)
+            if top_id != token_id
+        )
+    yield b"}"
 
 
 class CompletionLogprobsWriter:
@@ -237,6 +269,11 @@ class CompletionLogprobsWriter:
         text, num_used = utf_8_decode(data, "replace", False)
         self._pending = data[num_used:]
         self._num_characters += len(text)
+
+
+def _replaced(data: bytes) -> str:
+    """The text of a token, with U+FFFD for parts of characters."""
+    return data.decode("utf-8", "replace")
 
 
 def _shown(data: bytes) -> str:

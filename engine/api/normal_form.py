@@ -32,6 +32,7 @@ def normal_form(
         sampling=fields.sampling(0 if logprobs == -1 else logprobs, None if constraint is None else constraint.grammar),
         grammar_param=None if constraint is None else constraint.param,
         all_logprobs=logprobs == -1,
+        all_prompt_logprobs=fields.prompt_logprobs == -1,
         truncation=fields.truncated_to(),
         seed=fields.seed,
         ignore_eos=bool(fields.ignore_eos),

@@ -308,6 +308,8 @@ class GenerationSpec:
     """Name of the request's field with the grammar of `sampling`, for error messages."""
     all_logprobs: bool = False
     """Log-probabilities of all tokens at each position."""
+    all_prompt_logprobs: bool = False
+    """Log-probabilities of all tokens at each position of the prompt, but the first."""
     truncation: Truncation | None = None
     max_tokens: int | None = None
     """None: what the context has room for, or a completion's default."""
@@ -353,14 +355,6 @@ class GenerationSpec:
     def num_samples(self) -> int:
         """Samples to generate for each prompt."""
         return self.n if self.best_of is None else self.best_of
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        """Number of alternatives to report for each prompt token, wherever they are shown; None: report nothing."""
-        # An echoed completion lists the prompt's tokens like those of the answer, so both are scored with the larger
-        # number.
-        echoed = self.sampling.logprobs if self.echoes_prompt else None
-        return max((count for count in (self.sampling.prompt_logprobs, echoed) if count is not None), default=None)
 
     @property
     def echoes_prompt(self) -> bool:
@@ -418,13 +412,14 @@ def sampling_params(
     stops = tuple(dict.fromkeys((*own_stops, *asked.stop_token_ids)))
     _require_ids(asked, vocab_size, "logprob_token_ids" if spec.scoring is None else "label_token_ids")
     _require_possible(spec, max_tokens, vocab_size, stops)
+    _require_few_listed(spec, prompt_len, max_tokens, vocab_size)
     return replace(
         asked,
         max_tokens=max_tokens,
         seed=_choice_seed(seed, index),
         stop_token_ids=stops,
         logprobs=_num_logprobs(spec, vocab_size),
-        prompt_logprobs=spec.num_prompt_logprobs,
+        prompt_logprobs=_num_prompt_logprobs(spec, vocab_size),
     )
 
 
@@ -437,7 +432,7 @@ def _require_ids(asked: Sampling, vocab_size: int, labels_param: str) -> None:
 
 
 def _require_possible(spec: GenerationSpec, max_tokens: int, vocab_size: int, stops: Collection[int]) -> None:
-    """Raise RequestError for an answer that cannot be generated, or is too large."""
+    """Raise RequestError for an answer that cannot be generated."""
     asked = spec.sampling
     if asked.min_tokens > max_tokens:
         raise RequestError(
@@ -450,6 +445,9 @@ def _require_possible(spec: GenerationSpec, max_tokens: int, vocab_size: int, st
             param="allowed_token_ids",
         )
 
+
+def _require_few_listed(spec: GenerationSpec, prompt_len: int, max_tokens: int, vocab_size: int) -> None:
+    """Raise RequestError for an answer that would list the whole vocabulary at too many positions."""
     # The whole response is bounded, not one answer: it is built in the ingress, with all choices in memory.
     if spec.all_logprobs and spec.num_choices * max_tokens * vocab_size > MAX_LISTED:
         most = MAX_LISTED // (spec.num_choices * vocab_size)
@@ -457,6 +455,14 @@ def _require_possible(spec: GenerationSpec, max_tokens: int, vocab_size: int, st
             f"Log-probabilities of all {vocab_size} tokens are limited to {most} tokens of each of {spec.num_choices} "
             f"answers, but 'max_tokens' is {max_tokens}.",
             param="max_tokens",
+        )
+    # Nothing comes before a prompt's first token, which has no log-probability.
+    if spec.all_prompt_logprobs and spec.num_choices * (prompt_len - 1) * vocab_size > MAX_LISTED:
+        most = MAX_LISTED // (spec.num_choices * vocab_size) + 1
+        raise RequestError(
+            f"Log-probabilities of all {vocab_size} tokens are limited to prompts of {most} tokens for each of "
+            f"{spec.num_choices} answers, but a prompt has {prompt_len}. 'prompt_logprobs' up to 20 are not limited.",
+            param="prompt_logprobs",
         )
 
 
@@ -468,6 +474,16 @@ def _num_logprobs(spec: GenerationSpec, vocab_size: int) -> int | None:
     # `best_of` ranks samples by the mean log-probability of their tokens, also where the client asks for none.
     is_compared = spec.sampling.logprobs is None and spec.num_samples > spec.n
     return 0 if is_compared else spec.sampling.logprobs
+
+
+def _num_prompt_logprobs(spec: GenerationSpec, vocab_size: int) -> int | None:
+    """Number of alternatives to report for each prompt token, wherever they are shown; None: report nothing."""
+    if spec.all_prompt_logprobs:
+        return vocab_size
+    # An echoed completion lists the prompt's tokens like those of the answer, so both are scored with the larger
+    # number.
+    echoed = spec.sampling.logprobs if spec.echoes_prompt else None
+    return max((count for count in (spec.sampling.prompt_logprobs, echoed) if count is not None), default=None)
 
 
 def require_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:

@@ -98,13 +98,17 @@ def _listed(logits: torch.Tensor, request: Row, token_id: int) -> TokenLogprobs:
     would be slow, from its row of `logits` [1, vocab_size]."""
     device, params = logits.device, request.assignment.sampling
     adjusted = adjusted_row(logits, 0, _penalties([request], device), _bias([request], device))
+    return _long_list(adjusted, token_id, params.logprobs or 0, params.logprob_token_ids)
+
+
+def _long_list(adjusted: torch.Tensor, token_id: int, num_top: int, named: Sequence[int] = ()) -> TokenLogprobs:
+    """Log-probabilities of a token and of the `num_top` likeliest ones, or of the `named` ones, by a row of logits
+    [vocab_size]."""
     # In float64, and sorted stably: the list is the same on every machine, ties in the order of ids.
     z = download([adjusted])[0].double().numpy()
     logprobs = z - z.max()
     logprobs = (logprobs - np.log(np.exp(logprobs).sum())).astype(np.float32)
-    ids = np.asarray(params.logprob_token_ids, np.int64)
-    if not params.logprob_token_ids:
-        ids = np.argsort(-z, kind="stable")[: params.logprobs]
+    ids = np.asarray(named, np.int64) if named else np.argsort(-z, kind="stable")[:num_top]
     chosen, values = float(logprobs[token_id]), logprobs[ids]
     # Long lists stay arrays: as tuples of Python's numbers they take many times the memory.
     if len(ids) <= MAX_TUPLE:
@@ -120,7 +124,8 @@ def score_tokens(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequen
     """
     count, device = len(token_ids), logits.device
     given = upload(token_ids, torch.int64, device)
-    output = sample(logits, Controls.neutral(count, device), num_logprobs=num_top, given=given)
+    ranked = [k if k <= MAX_RANKED else 0 for k in num_top]
+    output = sample(logits, Controls.neutral(count, device), num_logprobs=ranked, given=given)
 
     assert output.logprobs is not None and output.top_ids is not None and output.top_logprobs is not None
     assert output.ranks is not None
@@ -128,7 +133,9 @@ def score_tokens(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequen
     rows = zip(num_top, *(column.tolist() for column in columns), strict=True)
     return [
         TokenLogprobs(chosen, tuple(top_ids[:k]), tuple(top_logprobs[:k]), rank)
-        for k, chosen, top_ids, top_logprobs, rank in rows
+        if k <= MAX_RANKED
+        else _long_list(adjusted_row(logits, row, None, None), token_ids[row], k)._replace(chosen=chosen, rank=rank)
+        for row, (k, chosen, top_ids, top_logprobs, rank) in enumerate(rows)
     ]
 
 

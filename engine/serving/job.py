@@ -212,8 +212,8 @@ class Job:
             sampling, num_prompt = answer.generation.sampling, len(answer.generation.prompt)
             if (sampling.logprobs or 0) > MANY_LISTED:
                 num_bytes += sampling.max_tokens * (sampling.logprobs or 0) * LISTED_BYTES
-            if sampling.prompt_logprobs is not None:
-                num_bytes += num_prompt * (sampling.prompt_logprobs + 1) * SCORE_BYTES
+            if (num_top := sampling.prompt_logprobs) is not None:
+                num_bytes += num_prompt * (num_top + 1) * (LISTED_BYTES if num_top > MANY_LISTED else SCORE_BYTES)
             if sampling.pooling is not None:
                 num_bytes += hidden_size * SCORE_BYTES // 2
         return num_bytes + SHOWN_BYTES * max((a.generation.sampling.logprobs or 0 for a in self.answers), default=0)

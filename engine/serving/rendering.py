@@ -233,7 +233,8 @@ class Rendering:
         prompt, num_of_prompt = answer.generation.prompt, spec.sampling.prompt_logprobs
         of_prompt = None
         if num_of_prompt is not None:
-            of_prompt = prompt_logprobs(prompt, answer.prompt_logprobs(), num_of_prompt, self.bytes_of)
+            shown = None if spec.all_prompt_logprobs else num_of_prompt
+            of_prompt = prompt_logprobs(prompt, answer.prompt_logprobs(), shown, self.bytes_of, self._names)
 
         return Choice(
             index=index,
@@ -450,14 +451,17 @@ def _event(
 
 def _of_handle(logprobs: Sequence[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
     """Log-probabilities as the Python handle returns them: as tuples."""
-    return tuple(
-        at
-        if isinstance(at.top_ids, tuple)
-        else at._replace(top_ids=tuple(at.top_ids), top_logprobs=tuple(at.top_logprobs))
-        for at in logprobs
-    )
+    return tuple(map(_as_tuples, logprobs))
+
+
+def _as_tuples(at: TokenLogprobs) -> TokenLogprobs:
+    if isinstance(at.top_ids, tuple):
+        return at
+    return at._replace(top_ids=tuple(at.top_ids), top_logprobs=tuple(at.top_logprobs))
 
 
 def _prompt_logprobs(spec: GenerationSpec, answer: Answer) -> tuple[TokenLogprobs | None, ...] | None:
     """Log-probabilities of the prompt, as the Python handle returns them."""
-    return None if spec.sampling.prompt_logprobs is None else tuple(answer.prompt_logprobs())
+    if spec.sampling.prompt_logprobs is None:
+        return None
+    return tuple(None if at is None else _as_tuples(at) for at in answer.prompt_logprobs())

@@ -289,7 +289,8 @@ class FakeDispatcher(Dispatcher):
         """The event of one position, taken by the generation as the real dispatcher has it."""
         sampling, is_last = generation.sampling, position == len(answer)
         if position == 0 and sampling.prompt_logprobs is not None:
-            scores = tuple(scored(token_id) for token_id in generation.prompt[1:])
+            named = range(VOCAB) if sampling.prompt_logprobs == VOCAB else ()
+            scores = tuple(scored(token_id, named) for token_id in generation.prompt[1:])
             generation.take_scores(PromptEvent(generation.request_id, 0, 1, scores))
         token_id: int | None = END if is_last else ord(answer[position])
         finish = self.finish if is_last or token_id == self.ends_at else None

@@ -340,6 +340,7 @@ def test_prompts_are_echoed_and_scored() -> None:
     )
     assert completion(prompt_logprobs=0).sampling.prompt_logprobs == 0
     assert chat(prompt_logprobs=20).sampling.prompt_logprobs == 20
+    assert chat(prompt_logprobs=-1).all_prompt_logprobs and not chat(prompt_logprobs=20).all_prompt_logprobs
     assert completion(echo=True, stream=True).form.stream, "only prompt_logprobs have no place in a stream"
     assert completion(max_tokens=0, echo=True).max_tokens == 0
     assert completion(max_tokens=0, prompt_logprobs=0).max_tokens == 0
@@ -438,7 +439,7 @@ BAD = [
     ({"seed": 1.5}, "seed", "must be an integer"),
     ({"max_tokens": 0}, "max_tokens", "must be at least 1"),
     ({"max_tokens": -1}, "max_tokens", "must be at least 0"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs", "must be at least 0, got -1"),
+    ({"prompt_logprobs": -2}, "prompt_logprobs", "must be at least -1, got -2"),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "must be at most 20, got 21"),
     ({"prompt_logprobs": True}, "prompt_logprobs", "must be an integer, got true"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "only allowed when 'stream' is false"),

@@ -201,6 +201,19 @@ def test_all_log_probabilities_are_bounded() -> None:
     assert caught.value.param == "max_tokens"
 
 
+def test_all_log_probabilities_of_prompts_are_bounded() -> None:
+    """Of a vocabulary of 1,000 there is room for 1,048 positions; a prompt's first token has none."""
+    every = completion(max_tokens=0, all_prompt_logprobs=True, sampling=asked(prompt_logprobs=0))
+    assert params(every, prompt_len=1049, max_model_len=2000).prompt_logprobs == 1000
+    assert params(every, prompt_len=1, max_model_len=2000).prompt_logprobs == 1000
+    three = replace(every, n=3)
+    assert params(three, prompt_len=350, max_model_len=2000).prompt_logprobs == 1000
+    for spec, prompt_len, most in ((every, 1050, "1049 tokens for each of 1 answers"), (three, 351, "350 tokens")):
+        with pytest.raises(RequestError, match=f"limited to prompts of {most}.* has {prompt_len}") as caught:
+            params(spec, prompt_len=prompt_len, max_model_len=2000)
+        assert caught.value.param == "prompt_logprobs"
+
+
 def test_samples_are_compared_by_their_log_probabilities() -> None:
     assert params(completion(n=2, best_of=3)).logprobs == 0
     assert params(completion(n=2, best_of=3, sampling=asked(logprobs=2))).logprobs == 2

@@ -9,11 +9,12 @@ import pytest
 from ray import serve
 
 from raydix.actors.ingress.http import CLIENT_CLOSED_REQUEST
+from raydix.engine.api import spec
 from raydix.engine.api.responses import error_body
 from raydix.engine.core.errors import ServiceError
 from raydix.engine.core.objectives import Objectives
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
-from tests.unit.ingress import ANSWER, MODEL, Replica, Reply, Served, body_of, call, objects_of
+from tests.unit.ingress import ANSWER, MODEL, VOCAB, Replica, Reply, Served, body_of, call, objects_of
 from tests.unit.served_app import app
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -68,6 +69,21 @@ def test_a_prediction_goes_with_each_choice(served: Served) -> None:
 def test_a_scored_prompt(served: Served) -> None:
     reply = served(Replica(), post(prompt_logprobs=0, max_tokens=0))
     assert len(reply.json["choices"][0]["prompt_logprobs"]) == 2
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_a_prompt_scored_with_the_whole_vocabulary(served: Served, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = served(Replica(), post(path, prompt_logprobs=-1, max_tokens=1))
+    assert reply.status == 200
+    shown = reply.json["prompt_logprobs"] if path == CHATS else reply.json["choices"][0]["prompt_logprobs"]
+    assert shown[0] is None and len(shown) > 1
+    assert all(at.keys() == set(map(str, range(VOCAB))) for at in shown[1:])
+
+    monkeypatch.setattr(spec, "MAX_LISTED", VOCAB - 1)
+    reply = served(Replica(), post(path, prompt_logprobs=-1, max_tokens=1))
+    assert (reply.status, reply.json["error"]["param"]) == (400, "prompt_logprobs")
+    assert "limited to prompts of 1 tokens" in reply.json["error"]["message"]
+    assert served(Replica(), post(path, prompt_logprobs=20, max_tokens=1)).status == 200
 
 
 @pytest.mark.parametrize(

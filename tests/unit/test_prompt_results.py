@@ -61,6 +61,14 @@ def test_one_block_larger_than_all_is_not_kept() -> None:
     store.check_integrity()
 
 
+def test_a_block_of_nearly_all_the_room_drives_nobody_out() -> None:
+    store = ScoreStore(capacity=16)
+    store.put(b"a", 0, scores(0, 4))
+    store.put(b"b", 3, scores(0, 4))
+    assert store.match([b"a"], 0) == scores(0, 4) and store.match([b"b"], 3) == []
+    store.check_integrity()
+
+
 def test_the_longest_prefix_with_a_sum_is_found() -> None:
     store = SumStore()
     store.put(b"a", b"one")

@@ -11,7 +11,7 @@ from raydix.engine.core.worker.drafts.rows import DraftedRow
 from raydix.engine.core.worker.request import Request
 from raydix.engine.model.grammars import StepMasks
 from raydix.engine.model.masks import mask_of
-from raydix.engine.model.sampler import MAX_RANKED, sample_requests
+from raydix.engine.model.sampler import MAX_RANKED, sample_requests, score_tokens
 from tests.unit.builders import chain_of
 
 VOCAB = 64
@@ -123,6 +123,19 @@ def test_all_tokens_can_be_ranked(logits: torch.Tensor) -> None:
     assert ranked.logprobs.top_ids[:MAX_RANKED] == few.logprobs.top_ids
     assert list(ranked.logprobs.top_logprobs) == sorted(ranked.logprobs.top_logprobs, reverse=True)
     assert math.isclose(sum(math.exp(logprob) for logprob in ranked.logprobs.top_logprobs), 1, rel_tol=1e-5)
+
+
+def test_a_given_token_can_be_listed_among_all_tokens(logits: torch.Tensor) -> None:
+    """Its own log-probability and rank have the bits that they have beside a short list, in a row of its own or not."""
+    given = [6, 40, 6, 5]
+    num_top = [VOCAB, VOCAB, MAX_RANKED, 0]
+    first, second, few, none = score_tokens(logits.repeat(4, 1), given, num_top)
+    assert (first.chosen, first.rank) == (few.chosen, few.rank) and first.rank == 2 and none.top_ids == ()
+    [alone] = score_tokens(logits, given[1:2], [1])
+    assert (second.chosen, second.rank) == (alone.chosen, alone.rank)
+    assert first.top_ids == second.top_ids and sorted(first.top_ids) == list(range(VOCAB))
+    assert first.top_ids[:MAX_RANKED] == few.top_ids and second.top_ids[alone.rank - 1] == 40
+    assert math.isclose(sum(map(math.exp, first.top_logprobs)), 1, rel_tol=1e-5)
 
 
 def test_a_tokens_noise_is_that_of_its_seed_and_its_position(logits: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import pickle
 import random
 import threading
@@ -12,7 +13,14 @@ import orjson
 import pytest
 
 from raydix.actors.ingress import frontend
-from raydix.engine.api.logprobs import SMALL, CompletionLogprobsWriter, TokenNames, chat_logprobs, prompt_logprobs
+from raydix.engine.api.logprobs import (
+    SLICE,
+    SMALL,
+    CompletionLogprobsWriter,
+    TokenNames,
+    chat_logprobs,
+    prompt_logprobs,
+)
 from raydix.engine.api.slices import SLICE_IDS, Sliced, array_of, document, ids_of, whole
 from raydix.engine.core.ingress.answer_room import AnswerRoom, RoomClaim
 from raydix.engine.core.types import TokenLogprobs
@@ -79,6 +87,25 @@ def test_prompt_log_probabilities_in_slices() -> None:
     small = prompt_logprobs(token_ids[:2], [None, at], 2, WORDS.__getitem__)
     assert isinstance(large, Sliced) and isinstance(small, list)
     assert json.loads(whole(large)) == [None, *[small[1]] * SMALL]
+
+
+def test_all_candidates_of_a_prompt_in_slices() -> None:
+    """The text that is made slice by slice is that of the object at once, in its order, with the token itself once."""
+    count = SLICE + SMALL
+    at = TokenLogprobs(-2.5, array("i", range(count)), array("f", [-math.inf, *[-2.0] * (count - 1)]), 7)
+    words = [f'w"{number}' for number in range(count)]
+
+    def token_bytes(token_id: int) -> bytes:
+        return words[token_id].encode() if token_id != 5 else b"\xff"
+
+    small = prompt_logprobs([1, 4], [None, at], None, token_bytes)
+    large = prompt_logprobs([1, 4], [None, at], None, token_bytes, TokenNames(token_bytes))
+    text = whole(large)
+    assert text == whole(small)
+    found = json.loads(text)[1]
+    assert next(iter(found)) == "4" and found["4"] == {"logprob": -2.5, "rank": 7, "decoded_token": 'w"4'}
+    assert found["0"]["logprob"] == -9999 and found["5"]["decoded_token"] == "\ufffd" and len(found) == count
+    assert [found[str(number)]["rank"] for number in (0, 1, count - 1)] == [1, 2, count]
 
 
 def test_arrays_are_passed_on_as_bytes() -> None:

@@ -22,6 +22,7 @@ from raydix.engine.core.worker.step import RunnerOutput, ScheduledChunk
 
 SUM_CAPACITY_BYTES = 64 << 20  # limit of bytes: of a model with hidden states of 1,024 values some 8,000 blocks
 SCORE_CAPACITY = 1 << 19  # limit of log-probabilities: 40 to 85 MB, the less the more alternatives each token has
+MAX_SHARE = 0.75  # largest part of that which one block may take
 
 
 class ScoreStore:
@@ -49,11 +50,12 @@ class ScoreStore:
 
     def put(self, block_hash: BlockHash, num_top: int, scores: Sequence[TokenLogprobs]) -> None:
         """Keep one block's scores."""
-        if (block_hash, num_top) in self._scores:
+        # An entry of nearly the whole room, such as one of the whole vocabulary, would take the place of all others.
+        size = len(scores) * (num_top + 1)
+        if (block_hash, num_top) in self._scores or size > self._capacity * MAX_SHARE:
             return
         self._scores[block_hash, num_top] = tuple(scores)
-        self._size += len(scores) * (num_top + 1)
-        # The entry just put goes, too, where it alone is above the limit.
+        self._size += size
         while self._size > self._capacity:
             (_, oldest_top), oldest = self._scores.popitem(last=False)
             self._size -= len(oldest) * (oldest_top + 1)
