@@ -1,6 +1,7 @@
 """The HTTP application of one replica: its routes, what is checked before each of them, and the form of errors."""
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 
 from starlette.applications import Starlette
@@ -80,7 +81,16 @@ def application(of: Replica) -> Starlette:
         for each in (answers, conversations, tokens, operation, batches, message_batches, description, page)
         for route, endpoint in each.ENDPOINTS.items()
     }
-    app = Starlette(routes=[ServedRoute(route, endpoints[route]) for route in ROUTES])
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
+        yield
+        # Serve stops this replica: the requests have ended, and the process is about to be killed. No more than this
+        # ends here: responses in the background go on at another replica, and are not to fail at this one.
+        if (spans := telemetry()) is not None:
+            await spans.close()
+
+    app = Starlette(routes=[ServedRoute(route, endpoints[route]) for route in ROUTES], lifespan=lifespan)
     app.state.replica = of
 
     def allowed_origins() -> Collection[str]:

@@ -140,7 +140,7 @@ class Frontend:
         """End the processes that read long requests, and send the last spans."""
         await self._reader.close()
         if self.telemetry is not None:
-            await asyncio.to_thread(self.telemetry.close)
+            await self.telemetry.close()
 
     def change(self, limits: ReplicaLimits, tenants: Iterable[Tenant], name_of_key: Mapping[str, str]) -> None:
         """Take other limits and know these tenants alone, from the next request on; requests under way go on."""

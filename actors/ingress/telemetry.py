@@ -2,12 +2,15 @@
 
 All spans of a request are made in its ingress replica and when it ends, of the times that the replica has anyway
 (`raydix.engine.serving.life`): neither the manager nor a worker sends a message for them. A thread sends the spans in
-batches; what a collector does not take in time is dropped, and no request waits for it. Without a collector nothing of
-OpenTelemetry is imported.
+batches; what a collector does not take in time is dropped, and no request waits for it. A replica that is stopped sends
+its last batch, one that is killed does not. Without a collector nothing of OpenTelemetry is imported.
 """
 
+import asyncio
+import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +39,8 @@ EXTRA = "pip install 'raydix[otel]'"
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 FAILED_STATUS = 500
+# Time for the last spans when a replica is stopped; less than Serve leaves it (`graceful_shutdown_timeout_s`).
+CLOSE_S = 5.0
 STEPPED_S = 1e-3  # the wall's clock was set if it is so much ahead of, or behind, where it was expected
 
 
@@ -125,9 +130,23 @@ class Telemetry:
         if abs(ahead_s - self._ahead_s) > STEPPED_S:
             self._ahead_s = ahead_s
 
-    def close(self) -> None:
-        """Send what is there, for at most some seconds."""
-        self._processor.shutdown()
+    async def close(self, limit_s: float = CLOSE_S) -> None:
+        """Send the spans that wait for the next batch; those that a collector does not take in time are lost."""
+        loop, sent = asyncio.get_running_loop(), asyncio.Event()
+
+        def send() -> None:
+            self._processor.shutdown()
+            with contextlib.suppress(RuntimeError):  # the loop has closed: it was too late
+                loop.call_soon_threadsafe(sent.set)
+
+        # A thread that no process waits for at its end, as it would for one of the loop's own.
+        threading.Thread(target=send, name="last-spans", daemon=True).start()
+        try:
+            async with asyncio.timeout(limit_s):
+                await sent.wait()
+        except TimeoutError:
+            extra = about("spans_lost", waited_s=limit_s)
+            logger.warning("the collector did not take the last spans within %g s", limit_s, extra=extra)
 
 
 class Traced:

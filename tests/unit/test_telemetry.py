@@ -4,15 +4,18 @@ import asyncio
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind, StatusCode
+from ray.serve._private.http_util import ASGIAppReplicaWrapper
 
 from raydix.actors.ingress.telemetry import PROTOCOLS, Telemetry, telemetry_of
 from raydix.configs.schema import ObservabilitySection
@@ -22,7 +25,7 @@ from raydix.engine.serving.life import MOST_CHOICES
 from raydix.engine.serving.output import OutputProcessor
 from tests.skips import NO_OTLP, lacks
 from tests.unit.ingress import ANSWER, MODEL, Replica, Served, body_of, call
-from tests.unit.served_app import app
+from tests.unit.served_app import CURRENT, app
 from tests.unit.test_data_plane import NUM_TOKENS, Scene, prompt_of, scene
 from tests.unit.waits import until
 
@@ -280,6 +283,33 @@ def test_a_killed_worker_is_an_event_of_its_request(scene: Scene, collector: Col
     scene.run(play())
 
 
+def test_a_replica_that_serve_stops_sends_its_last_spans(served: Served, collector: Collector) -> None:
+    """By what Serve calls around the life of an application, and a processor that would send in an hour."""
+    replica = Replica()
+    replica.frontend.telemetry = Telemetry(BatchSpanProcessor(collector, schedule_delay_millis=3_600_000), "replica")
+
+    async def live() -> None:
+        at_serve: Any = SimpleNamespace()  # Python itself would end an instance of the class, a second time
+        ASGIAppReplicaWrapper._set_asgi_app(at_serve, CURRENT.get())
+        await ASGIAppReplicaWrapper._run_asgi_lifespan_startup(at_serve)
+        await call(app, "POST", PATH, body_of("completion"))
+        assert collector.all() == []
+        await ASGIAppReplicaWrapper.__del__(at_serve)
+
+    served(replica, live)
+    assert {span.name for span in collector.all()} >= {f"POST {PATH}", f"text_completion {MODEL}"}
+
+
+def test_a_collector_that_takes_nothing_is_waited_for_only_so_long(caplog: pytest.LogCaptureFixture) -> None:
+    takes = threading.Event()
+    silent: Any = SimpleNamespace(shutdown=takes.wait)
+    try:
+        asyncio.run(Telemetry(silent, "replica").close(limit_s=0.001))
+    finally:
+        takes.set()
+    assert "the collector did not take the last spans within 0.001 s" in caplog.text
+
+
 def test_nothing_of_opentelemetry_is_imported_without_a_collector() -> None:
     program = """
 import sys
@@ -349,7 +379,7 @@ def test_spans_reach_a_collector(by_key: bool, monkeypatch: pytest.MonkeyPatch) 
         replica.frontend.telemetry = telemetry_of(settings, "r")
         assert replica.frontend.telemetry is not None
         await replica.whole()
-        await asyncio.to_thread(replica.frontend.telemetry.close)
+        await replica.frontend.telemetry.close()
         await runner.cleanup()
         return [s.name for each in taken for r in each.resource_spans for g in r.scope_spans for s in g.spans]
 
