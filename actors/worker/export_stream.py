@@ -79,5 +79,5 @@ class ExportStream:
 
 def _without_blocks(header: SegmentHeader) -> ExportItem:
     """Message about a segment without its blocks: the unsent blocks, and the handover if there is one."""
-    bare = replace(header, hashes=(), num_bytes=0) if header.handover is not None else None
-    return ExportItem(header=bare, unsent=header.full_hashes)
+    bare = replace(header, hashes=(), num_bytes=0, states=()) if header.handover is not None else None
+    return ExportItem(header=bare, unsent=header.names)

@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -279,23 +280,27 @@ class Worker:
         return report
 
     async def export_blocks(self, hashes: Sequence[BlockHash]) -> None:
-        """Export blocks of the pool; tells the manager of blocks that are missing or could not be sent."""
+        """Export blocks of the pool, and recurrent states; tells the manager of those that are missing or could not be
+        sent."""
 
         now = time.monotonic()
 
-        def export(engine: "Engine") -> None:
+        def export(engine: "Engine", names: Sequence[BlockHash]) -> None:
+            names, others = engine.scheduler.transfers.first_part(names)
+            if others:  # steps go on between the parts
+                self._thread.post(partial(export, names=others))
             try:
-                segments, missing = engine.exchange.export(hashes, now)
+                segments, missing = engine.exchange.export(names, now)
             except Exception:  # workers that wait for these blocks must hear that none will come
-                logger.exception("%d blocks not exported", len(hashes))
-                self._thread.in_event_loop(self._exports.put, ExportItem(unsent=tuple(hashes)))
+                logger.exception("%d blocks not exported", len(names))
+                self._thread.in_event_loop(self._exports.put, ExportItem(unsent=tuple(names)))
                 return
             for segment in segments:
                 self._thread.in_event_loop(self._exports.put, segment)
             if missing:
                 self._thread.in_event_loop(self._exports.put, ExportItem(missing=missing))
 
-        self._thread.post(export)
+        self._thread.post(partial(export, names=hashes))
 
     async def blocks_lost(self, hashes: Sequence[BlockHash]) -> None:
         """Stop awaiting promised blocks that will not come."""

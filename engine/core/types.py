@@ -404,9 +404,19 @@ class Handover(NamedTuple):
     """The partial last block of the prompt, exported like any other."""
 
 
+class Snapshot(NamedTuple):
+    """A recurrent state that is sent with the KV before it."""
+
+    name: BlockHash
+    """Name of the state (`raydix.engine.core.hashing.state_hash`): a second kind of block."""
+    path: tuple[BlockHash, ...]
+    """All blocks of the sequence up to the one at whose end the state was taken; the state is of no use without."""
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """Contents of an exported segment. Its payload is the blocks in this order, one after the other."""
+    """Contents of an exported segment. Its payload is the blocks in this order, one after the other, and behind them
+    the recurrent states in theirs."""
 
     fingerprint: str
     """Fingerprint of the model, KV dtype and layout; must equal the importing worker's."""
@@ -416,12 +426,38 @@ class SegmentHeader:
     checksum: int
     handover: Handover | None = None
     retention: Retention = DEFAULT_RETENTION
+    states: tuple[Snapshot, ...] = ()
+    """Recurrent states; the last one is behind the partial block if there is one."""
+    state_bytes: int = 0
+    """Bytes of each state; 0 for a model without them."""
 
     @property
     def full_hashes(self) -> tuple[BlockHash, ...]:
         """All hashes but the tail: the blocks that other requests can use."""
         # A partial block goes on differently in each request, so only the one that is handed over may have it.
-        return self.hashes[:-1] if self.handover is not None and self.handover.tail is not None else self.hashes
+        return self.hashes if self._tail is None else self.hashes[:-1]
+
+    @property
+    def full_states(self) -> tuple[Snapshot, ...]:
+        """All states but the one behind the tail."""
+        tail = self._tail
+        return tuple(state for state in self.states if state.path[-1] != tail)
+
+    @property
+    def names(self) -> tuple[BlockHash, ...]:
+        """The names of all that other requests can use, blocks and states."""
+        if not self.states:
+            return self.full_hashes
+        return (*self.full_hashes, *(state.name for state in self.full_states))
+
+    @property
+    def blocks_bytes(self) -> int:
+        """Bytes of the blocks together: where the states begin in the payload."""
+        return self.num_bytes - len(self.states) * self.state_bytes
+
+    @property
+    def _tail(self) -> BlockHash | None:
+        return None if self.handover is None else self.handover.tail
 
 
 @dataclass(frozen=True, slots=True)

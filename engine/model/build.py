@@ -87,8 +87,8 @@ def build_engine(
     runner: Runner = NullRunner(config.hidden_size)
     made_by = "null"
     states: States | None = None
+    state_pool: StatePool | None = None
     if decoder is not None:
-        state_pool = None
         if num_slots:  # a model that computes nothing needs no states
             states, state_pool = States(num_slots), StatePool(config, num_slots)
         runner = make_runner(decoder, kv_pool, settings.limits, grammars, settings.drafts, adapters, state_pool)
@@ -112,6 +112,7 @@ def build_engine(
         tenants=settings.tenants,
         pair_share=pair_share(config),
         adapters=adapters,
+        states=state_pool,
     )
 
 

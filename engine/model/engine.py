@@ -31,7 +31,7 @@ from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.core.worker.step import CopyBlock, Move, ScheduledChunk, SchedulerOutput, SwapDrop, SwapIn, SwapOut
 from raydix.engine.core.worker.swaps import SwapPolicy
 from raydix.engine.model.adapter_store import AdapterStore
-from raydix.engine.model.exchange import BlockStore, Exchange, ExportedSegment
+from raydix.engine.model.exchange import BlockStore, Exchange, ExportedSegment, StateStore
 from raydix.engine.model.grammars import Grammars
 from raydix.engine.model.isolation import run_isolated, still_runs
 from raydix.engine.model.runner import Runner
@@ -110,8 +110,9 @@ class Engine:
         tenants: Sequence[Tenant] = (),
         pair_share: float = 0.0,
         adapters: AdapterStore | None = None,
+        states: StateStore | None = None,
     ) -> None:
-        """`pair_share`: of the model (`WorkerCosts.pair_share`)."""
+        """`pair_share`: of the model (`WorkerCosts.pair_share`); `states`: of a model with recurrent layers."""
         self.runner = runner
         self.store = store
         self.pool = pool
@@ -129,7 +130,7 @@ class Engine:
         """Assumed until steps have been measured."""
         swap_policy = SwapPolicy(swap_bytes // store.block_bytes, store.block_bytes, self.first_costs)
         self.scheduler = Scheduler(pool, limits, max_model_len, swap_policy, tenants=tenants)
-        self.exchange = Exchange(store, self.scheduler.transfers, self.scheduler.imports, fingerprint)
+        self.exchange = Exchange(store, self.scheduler.transfers, self.scheduler.imports, fingerprint, states)
         self.preemptions = PreemptionCounts()
         self.fingerprint = fingerprint
         self.root = root_hash(fingerprint)

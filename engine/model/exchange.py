@@ -1,4 +1,4 @@
-"""KV that leaves one worker's pool in segments, and KV that comes into it."""
+"""KV that leaves one worker's pool in segments, and KV that comes into it; recurrent states beside it."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -31,9 +31,21 @@ class BlockStore(Protocol):
     def copy_block(self, source: int, target: int) -> None: ...
 
 
+class StateStore(Protocol):
+    """The bytes of recurrent states; `raydix.engine.model.state_pool.StatePool` is the implementation with a model
+    behind it."""
+
+    state_bytes: int
+
+    def export_states(self, slots: Sequence[int]) -> Bytes: ...
+
+    def import_states(self, buffer: Bytes, slots: Sequence[int]) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ExportedSegment:
-    """A segment ready to be sent: header and payload, `num_blocks * block_bytes` bytes (empty for a bare handover).
+    """A segment ready to be sent: header and payload, the blocks and behind them the states (empty for a bare
+    handover).
 
     While a device still copies the payload, `arriving` waits for it, and payload and checksum are missing.
     """
@@ -59,17 +71,28 @@ class ExportedSegment:
 
 
 class Exchange:
-    """Carries out what `transfers` decides: copies blocks of `store` into segments, and those of segments into it."""
+    """Carries out what `transfers` decides: copies blocks of `store` and states of `states` into segments, and those of
+    segments into them."""
 
-    def __init__(self, store: BlockStore, transfers: Transfers, imports: Imports, fingerprint: str) -> None:
-        """`imports`: the requests that wait for blocks; `fingerprint`: of the KV, equal in all segments taken in."""
+    def __init__(
+        self,
+        store: BlockStore,
+        transfers: Transfers,
+        imports: Imports,
+        fingerprint: str,
+        states: StateStore | None = None,
+    ) -> None:
+        """`imports`: the requests that wait for blocks; `fingerprint`: of the KV, equal in all segments taken in;
+        `states`: of a model with recurrent layers."""
         self.store = store
+        self.states = states
         self._transfers = transfers
         self._imports = imports
         self._fingerprint = fingerprint
 
     def import_segment(self, header: SegmentHeader, payload: Bytes | None, now: float) -> bool:
-        """Take a segment's blocks into the pool, then its handover; False if the content contradicts the header.
+        """Take a segment's blocks and states into the pool, then its handover; False if the content contradicts the
+        header.
 
         `payload` None stands for a segment that could not be fetched. Blocks that the pool holds already, and blocks
         without room, are passed over: their requests compute them.
@@ -79,7 +102,7 @@ class Exchange:
         if intact and payload is not None:
             self._import_blocks(header, payload, now)
         # Settled in any case: requests that wait for blocks which did not come compute them.
-        self._imports.settled(header.full_hashes, now)
+        self._imports.settled(header.names, now)
         if header.handover is not None:
             self._imports.handed_over(header.handover, now)
         return intact
@@ -103,11 +126,11 @@ class Exchange:
                 extra = about("not_exported", request=export.request_id, blocks=len(export.blocks))
                 logger.exception("%d blocks of %s not exported", len(export.blocks), export.request_id, extra=extra)
                 if export.handover is not None:
-                    segments.append(self._pack(replace(export, blocks=(), hashes=()), now))
+                    segments.append(self._pack(replace(export, blocks=(), hashes=(), states=()), now))
         return tuple(segments)
 
     def _is_intact(self, header: SegmentHeader, payload: Bytes) -> bool:
-        expected = len(header.hashes) * self.store.block_bytes
+        expected = len(header.hashes) * self.store.block_bytes + len(header.states) * self._state_bytes
         intact = (
             header.fingerprint == self._fingerprint
             and payload.nbytes == expected
@@ -121,8 +144,13 @@ class Exchange:
         incoming, is_filled = IncomingBlocks(), False
         try:
             incoming = self._transfers.take_in(header, now)
+            blocks = payload[: len(header.hashes) * self.store.block_bytes]
             if incoming.blocks:
-                self.store.import_blocks(self._contents_of(incoming, payload), incoming.blocks)
+                self.store.import_blocks(self._contents_of(incoming, blocks), incoming.blocks)
+            if incoming.slots:
+                assert self.states is not None
+                states = payload[blocks.nbytes :].reshape(-1, self._state_bytes)
+                self.states.import_states(states[list(incoming.state_indexes)].reshape(-1), incoming.slots)
             is_filled = True
         except Exception:  # requests that wait for these blocks must go on without them
             logger.exception("a segment of %d blocks is not imported", len(header.hashes))
@@ -130,7 +158,7 @@ class Exchange:
             self._transfers.taken_in(incoming, now, is_filled=is_filled)
 
     def _contents_of(self, incoming: IncomingBlocks, payload: Bytes) -> Bytes:
-        """Take the bytes of some blocks out of a segment's payload; not copied at the beginning of the payload."""
+        """Take the bytes of some blocks out of those of a segment's blocks; not copied at the beginning."""
         num_blocks = len(incoming.blocks)
         if incoming.indexes == tuple(range(num_blocks)):
             return payload[: num_blocks * self.store.block_bytes]
@@ -138,13 +166,16 @@ class Exchange:
         return rows.reshape(-1)
 
     def _pack(self, export: ExportedBlocks, now: float) -> ExportedSegment:
-        """Copy blocks out, or begin to, and release them."""
+        """Copy blocks and states out, or begin to, and release them."""
         nothing = np.empty(0, np.uint8)
         try:
             payload = self.store.start_export(export.blocks) if export.blocks else nothing
+            if export.states:
+                assert self.states is not None
+                payload = _joined(payload, self.states.export_states([slot for _, slot in export.states]))
         finally:
             self._transfers.release(export, now)
-        num_bytes = len(export.blocks) * self.store.block_bytes
+        num_bytes = len(export.blocks) * self.store.block_bytes + len(export.states) * self._state_bytes
         header = SegmentHeader(
             fingerprint=self._fingerprint,
             hashes=export.hashes,
@@ -152,7 +183,20 @@ class Exchange:
             checksum=0,
             handover=export.handover,
             retention=export.retention,
+            states=tuple(state for state, _ in export.states),
+            state_bytes=self._state_bytes,
         )
         if isinstance(payload, np.ndarray):
             return ExportedSegment(replace(header, checksum=checksum(payload)), payload)
         return ExportedSegment(header, nothing, payload)
+
+    @property
+    def _state_bytes(self) -> int:
+        return 0 if self.states is None else self.states.state_bytes
+
+
+def _joined(blocks: Bytes | Callable[[], Bytes], states: Bytes) -> Bytes | Callable[[], Bytes]:
+    """The payload of blocks and, behind them, states, as `BlockStore.start_export` gives it."""
+    if isinstance(blocks, np.ndarray):
+        return np.concatenate((blocks, states)) if blocks.nbytes else states
+    return lambda: np.concatenate((blocks(), states))

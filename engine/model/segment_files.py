@@ -1,4 +1,4 @@
-"""Segments as files: each a line of JSON, the header, and behind it the payload.
+"""Segments as files: each a line of JSON, the header, and behind it the payload, blocks and recurrent states.
 
 A file appears under its name when it is complete. Damage by a crash or a bit error afterwards is found through the
 checksum by the importing worker; only sizes are compared here. Files are readable by the user alone, since KV reveals
@@ -17,8 +17,9 @@ from typing import BinaryIO
 import numpy as np
 
 from raydix.engine.core.errors import StartupError
+from raydix.engine.core.hashing import state_hash
 from raydix.engine.core.manager.instructions import DamagedFileError
-from raydix.engine.core.types import Retention, SegmentHeader
+from raydix.engine.core.types import Retention, SegmentHeader, Snapshot
 from raydix.engine.model.segments import Bytes, checksum
 from raydix.engine.model.sources import cache_folder
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".kv"
 UNFINISHED = ".kv-unfinished"
 LOCK = "lock"
-FORMAT = 2
+FORMAT = 3
 MAX_HEADER_BYTES = 8 << 20
 
 
@@ -81,7 +82,7 @@ class SegmentFiles:
         return [header for _, _, header in sorted(found, key=lambda file: file[:2])]
 
     def write(self, header: SegmentHeader, payload: Bytes) -> SegmentHeader:
-        """Write a segment's full blocks; returns the header of the file.
+        """Write a segment's full blocks, and the states behind them; returns the header of the file.
 
         Raises:
             OSError: there is no room, or the like; then nothing is left behind.
@@ -90,9 +91,7 @@ class SegmentFiles:
         if payload.nbytes != header.num_bytes or checksum(payload) != header.checksum:
             raise ValueError("size or checksum differ")
 
-        hashes = header.full_hashes
-        full = payload[: len(hashes) * (header.num_bytes // len(header.hashes))]
-        own = SegmentHeader(header.fingerprint, hashes, full.nbytes, checksum(full), retention=header.retention)
+        own, full = _full_part(header, payload)
         path = self._path(own)
         unfinished = path.with_suffix(UNFINISHED)
 
@@ -132,9 +131,30 @@ class SegmentFiles:
     def _path(self, header: SegmentHeader) -> Path:
         """File name of a segment's blocks. Equal blocks have equal names, so that they are stored once."""
         name = blake2b(header.fingerprint.encode(), digest_size=16)
-        for block_hash in header.hashes:
+        for block_hash in header.names:
             name.update(block_hash)
         return self.folder / f"{name.hexdigest()}{SUFFIX}"
+
+
+def _full_part(header: SegmentHeader, payload: Bytes) -> tuple[SegmentHeader, Bytes]:
+    """A segment without the partial block of a hand-over and the state behind it, which serve one request only."""
+    hashes, states = header.full_hashes, header.full_states
+    full = payload
+    if len(hashes) < len(header.hashes) or len(states) < len(header.states):
+        first = header.blocks_bytes // len(header.hashes) * len(hashes) if hashes else 0
+        # Blocks are in [0, blocks_bytes), and the state that is left out is the last one.
+        last = header.blocks_bytes + len(states) * header.state_bytes
+        full = np.concatenate((payload[:first], payload[header.blocks_bytes : last]))
+    own = SegmentHeader(
+        header.fingerprint,
+        hashes,
+        full.nbytes,
+        checksum(full),
+        retention=header.retention,
+        states=states,
+        state_bytes=header.state_bytes,
+    )
+    return own, full
 
 
 def _line_of(header: SegmentHeader) -> bytes:
@@ -144,6 +164,8 @@ def _line_of(header: SegmentHeader) -> bytes:
         "num_bytes": header.num_bytes,
         "checksum": header.checksum,
         "hashes": [block_hash.hex() for block_hash in header.hashes],
+        "states": [[block_hash.hex() for block_hash in state.path] for state in header.states],
+        "state_bytes": header.state_bytes,
         "retention": asdict(header.retention),
     }
     return json.dumps(fields).encode() + b"\n"
@@ -164,11 +186,18 @@ def _header_of(file: BinaryIO) -> SegmentHeader | None:
         wish = fields["retention"]
         expires_at = None if wish["expires_at"] is None else float(wish["expires_at"])
         retention = Retention(str(wish["tenant"]), int(wish["priority"]), expires_at)
+        paths = [tuple(bytes.fromhex(block_hash) for block_hash in path) for path in fields["states"]]
         header = SegmentHeader(
-            fields["fingerprint"], hashes, fields["num_bytes"], fields["checksum"], retention=retention
+            fields["fingerprint"],
+            hashes,
+            fields["num_bytes"],
+            fields["checksum"],
+            retention=retention,
+            states=tuple(Snapshot(state_hash(path[-1]), path) for path in paths),
+            state_bytes=fields["state_bytes"],
         )
-        whole = hashes and _line_of(header) == line and size == len(line) + header.num_bytes
-    except (ValueError, TypeError, KeyError, AttributeError):
+        whole = header.names and _line_of(header) == line and size == len(line) + header.num_bytes
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
         return None
 
     return header if whole else None

@@ -3,11 +3,15 @@
 This module knows places in memory only; `raydix.engine.core.worker.states` knows whose state a slot holds.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from raydix.engine.model.config import ModelConfig
 from raydix.engine.model.kv_pool import untouched
+from raydix.engine.model.segments import Bytes
 
 
 class StatePool:
@@ -33,3 +37,14 @@ class StatePool:
         )
         """[num_slots, kernel_size - 1, channels] of each recurrent layer: the convolution's last inputs, oldest
         first."""
+        self._bytes: Bytes = self.data.numpy().reshape(num_slots, -1).view(np.uint8)
+        self.state_bytes = self._bytes.shape[1]
+
+    def export_states(self, slots: Sequence[int]) -> Bytes:
+        """The bytes of the given states one after the other: [len(slots) * state_bytes] uint8."""
+        found: Bytes = self._bytes[list(slots)].reshape(-1)
+        return found
+
+    def import_states(self, buffer: Bytes, slots: Sequence[int]) -> None:
+        """Fill the given slots, in order, with bytes that `export_states` gave. The buffer may be read-only."""
+        self._bytes[list(slots)] = buffer.reshape(len(slots), self.state_bytes)

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from raydix.engine.core.errors import StartupError
+from raydix.engine.core.hashing import state_hash
 from raydix.engine.core.manager.instructions import DamagedFileError
-from raydix.engine.core.types import Handover, Retention, SegmentHeader
+from raydix.engine.core.types import Handover, Retention, SegmentHeader, Snapshot
 from raydix.engine.model.segment_files import LOCK, SegmentFiles
 from raydix.engine.model.segments import Bytes, checksum
 
 BLOCK_BYTES = 32
+STATE_BYTES = 48
 
 
 def segment(*names: bytes, tail: bool = False) -> tuple[SegmentHeader, Bytes]:
@@ -47,6 +49,35 @@ def test_another_process_finds_and_reads_them(files: SegmentFiles) -> None:
     assert (content == payload).all() and checksum(content) == found.checksum
     assert files.folder.stat().st_mode & 0o077 == 0
     assert next(files.folder.glob("*.kv*")).stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("num_blocks", [0, 1, 3])
+def test_recurrent_states_are_behind_the_blocks(files: SegmentFiles, num_blocks: int, *, tail: bool) -> None:
+    """A state alone is a file, too. What serves the request of a hand-over only is left out: its partial block and the
+    state behind that."""
+    hashes = (b"a", b"b", b"c", b"d")[: num_blocks + tail]
+    states = [Snapshot(state_hash(path[-1]), path) for path in [(b"x",), (b"x", b"y")]]
+    payload = np.random.default_rng(1).integers(0, 256, len(hashes) * BLOCK_BYTES + (2 + tail) * STATE_BYTES, np.uint8)
+    if tail:
+        states.append(Snapshot(state_hash(hashes[-1]), (b"x", hashes[-1])))
+    header = SegmentHeader(
+        "model/16",
+        hashes,
+        payload.nbytes,
+        checksum(payload),
+        Handover("r", 0, 7, hashes[-1]) if tail else None,
+        states=tuple(states),
+        state_bytes=STATE_BYTES,
+    )
+    written = files.write(header, payload)
+    assert written.names == header.names == (*hashes[:num_blocks], *map(state_hash, (b"x", b"y")))
+    [found] = SegmentFiles(files.folder).scan()
+    content = files.read(found)
+    assert found == written and checksum(content) == found.checksum and found.states == tuple(states[:2])
+    states_at = len(hashes) * BLOCK_BYTES
+    kept = [payload[: num_blocks * BLOCK_BYTES], payload[states_at : states_at + 2 * STATE_BYTES]]
+    assert (content == np.concatenate(kept)).all()
 
 
 def test_a_folder_is_one_process_s(files: SegmentFiles) -> None:
@@ -116,9 +147,10 @@ def test_the_least_recently_used_comes_first(files: SegmentFiles) -> None:
         lambda content: content[:-1],
         lambda content: content + b"x",
         lambda content: b"",
-        lambda content: content.replace(b'"format": 2', b'"format": 1'),
+        lambda content: content.replace(b'"format": 3', b'"format": 2'),
         lambda content: content.replace(b'"hashes": ["61"]', b'"hashes": ["62"]'),
         lambda content: b"[]" + content[2:],
+        lambda content: content.replace(b'"states": []', b'"states": [[]]'),
         lambda content: content.replace(b'"priority": 0', b'"priority": "0"'),
         lambda content: content.replace(b'"retention"', b'"retain"'),
         lambda content: b"\xff" * len(content),

@@ -117,6 +117,7 @@ class FakeModel:
         """The keys of each block that is kept outside the pool."""
         self.states = np.zeros(0 if pool.states is None else pool.states.num_slots, np.int64)
         """What a recurrent layer would know behind a position: its key."""
+        self.state_bytes = KEY_BYTES
         self._known: dict[str, tuple[BlockChain, list[int], list[int]]] = {}
         """The tokens of each request that were computed last, and their keys: a step adds few to a long sequence."""
 
@@ -144,6 +145,12 @@ class FakeModel:
 
     def copy_block(self, source: int, target: int) -> None:
         self.cells[target] = self.cells[source]
+
+    def export_states(self, slots: Sequence[int]) -> npt.NDArray[np.uint8]:
+        return self.states[list(slots)].view(np.uint8)
+
+    def import_states(self, buffer: npt.NDArray[np.uint8], slots: Sequence[int]) -> None:
+        self.states[list(slots)] = buffer.view(np.int64)
 
     def move(self, move: Move) -> None:
         """What an engine does before it runs a step."""

@@ -581,7 +581,7 @@ class Cluster:
         unsent: tuple[BlockHash, ...] = ()
         if worker.num_unsent:
             worker.num_unsent -= 1
-            header, unsent = replace(header, hashes=(), num_bytes=0), header.full_hashes
+            header, unsent = replace(header, hashes=(), num_bytes=0, states=()), header.names
 
         def arrive() -> None:
             speaker = worker.worker_id, worker.epoch

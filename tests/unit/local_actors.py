@@ -227,6 +227,7 @@ def engine_of(settings: EngineSettings, swap_space: SwapSpace, states: States | 
         fingerprint=FINGERPRINT,
         swap_space=swap_space,
         swap_bytes=settings.swap_bytes,
+        states=None if states is None else model,
     )
 
 

@@ -404,9 +404,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             self._carry_out(self.directory.remove_worker(worker_id, worker.epoch))
         self.check()
         exported = {
-            block
-            for segment in self.directory.stock.segments._segments.values()
-            for block in segment.header.full_hashes
+            block for segment in self.directory.stock.segments._segments.values() for block in segment.header.names
         }
         assert len(self.directory.stock.blocks) <= len(exported), "blocks are known that nobody has"
 
@@ -508,7 +506,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def _finish_writing(self, succeeds: bool) -> None:
         segment = self.writing.pop(0)
-        full = segment.header.full_hashes
+        full = segment.header.names
         file = SegmentHeader("model", full, len(full) * BLOCK_BYTES, 0) if succeeds else None
         self._carry_out(self.directory.stock.segments.written(segment.segment_id, file, self.epoch_s))
 
@@ -537,7 +535,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             worker = self.workers[instruction.worker_id]
             match instruction:
                 case DeliverSegment(segment=segment):
-                    arrived = set(segment.header.full_hashes)
+                    arrived = set(segment.header.names)
                     worker.owed -= arrived
                     worker.unreported |= arrived - worker.pool
                     worker.pool |= arrived

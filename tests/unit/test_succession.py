@@ -28,7 +28,7 @@ def choose(offers: Iterable[Offer], *known: BlockHash, model: str | None = "m", 
 def test_managers_agree_on_their_terms_or_say_why_not() -> None:
     assert disagreement(terms(16, True), terms(16, True)) is None
     assert disagreement(terms(16, True), terms(32, True)) == "block_size is 32 there and 16 here"
-    assert disagreement(terms(16, True), {**terms(16, True), "schema": 0}) == "schema is 0 there and 1 here"
+    assert disagreement(terms(16, True), {**terms(16, True), "schema": 0}) == "schema is 0 there and 2 here"
     assert disagreement(terms(16, True), {**terms(16, True), "new": 1}) == "new is 1 there and None here"
 
 

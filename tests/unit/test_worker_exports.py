@@ -54,6 +54,6 @@ def test_blocks_that_never_arrive_are_not_sent_and_the_handover_is(caplog: pytes
     with caplog.at_level(logging.ERROR):
         [item] = exported(1, ExportedSegment(HEADER, np.empty(0, np.uint8), fail))
     assert isinstance(item, ExportItem) and item.header is not None
-    assert item.unsent == HEADER.full_hashes
+    assert item.unsent == HEADER.names
     assert (item.header.hashes, item.header.num_bytes, item.header.handover) == ((), 0, HEADER.handover)
     assert "2 blocks not exported" in caplog.text

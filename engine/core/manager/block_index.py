@@ -231,7 +231,7 @@ class BlockIndex:
     def stored(self, segment: Segment) -> bool:
         """Note a new segment as the place of its blocks without another segment; True if there are any."""
         is_new = False
-        for block_hash in segment.header.full_hashes:
+        for block_hash in segment.header.names:
             record = self.added(block_hash)
             if record.segment is None:
                 self._enters(block_hash, record)
@@ -249,7 +249,7 @@ class BlockIndex:
         for block_hash, record in self._blocks_of(segment):
             record.segment = None
             self._has_left(block_hash, record, reason)
-        self.forget_unknown(segment.header.full_hashes)
+        self.forget_unknown(segment.header.names)
 
     # Promises
 
@@ -326,7 +326,7 @@ class BlockIndex:
 
     def _blocks_of(self, segment: Segment) -> list[tuple[BlockHash, BlockRecord]]:
         """The blocks with this segment as their place."""
-        hashes = segment.header.full_hashes
+        hashes = segment.header.names
         records = zip(hashes, self.find(hashes), strict=True)
         return [(known, record) for known, record in records if record is not None and record.segment is segment]
 

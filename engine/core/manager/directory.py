@@ -221,7 +221,7 @@ class Directory:
         for segment in self.stock.segments.out_of_reach(worker_id, now):
             leasing = [r.admission for r in self._reservations.values() if segment in r.leased]
             receivers = {each for admission in leasing for each in (admission.prefill, admission.decode)}
-            hashes = segment.header.full_hashes
+            hashes = segment.header.names
             instructions += [Lost(receiver, hashes) for receiver in sorted(receivers & self.fleet.keys())]
         return instructions + self._handovers_lost(worker_id, worker.epoch)
 

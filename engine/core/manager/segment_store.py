@@ -39,23 +39,23 @@ class SegmentFileList:
 
     def add(self, file: SegmentHeader) -> None:
         self.num_bytes += file.num_bytes
-        self._num_sharing[file.full_hashes] += 1
+        self._num_sharing[file.names] += 1
 
     def remove(self, file: SegmentHeader) -> None:
         self.num_bytes -= file.num_bytes
-        self._num_sharing[file.full_hashes] -= 1
-        if not self._num_sharing[file.full_hashes]:
-            del self._num_sharing[file.full_hashes]
+        self._num_sharing[file.names] -= 1
+        if not self._num_sharing[file.names]:
+            del self._num_sharing[file.names]
 
     def erase(self, file: SegmentHeader) -> list[DiskInstruction]:
         """Erase a segment's former file, unless another segment shares it."""
-        return [] if file.full_hashes in self._num_sharing else [EraseFile(file)]
+        return [] if file.names in self._num_sharing else [EraseFile(file)]
 
     def check_integrity(self, files: Iterable[SegmentHeader]) -> None:
         """Assert that the list has exactly these files."""
         listed = [*files]
         assert self.num_bytes == sum(file.num_bytes for file in listed)
-        assert self._num_sharing == Counter(file.full_hashes for file in listed)
+        assert self._num_sharing == Counter(file.names for file in listed)
 
 
 class SegmentStore:
@@ -154,7 +154,7 @@ class SegmentStore:
         is_new = self._blocks.stored(segment)
         instructions: list[DiskInstruction] = []
         # A hand-over of a partial block alone serves one request, and is not kept.
-        if header.full_hashes and header.num_bytes:
+        if header.names and header.num_bytes:
             self._segments[segment.segment_id] = segment
             self.node_bytes[node] += header.num_bytes
             instructions = self._write(segment, now) if is_new else []
@@ -285,7 +285,7 @@ class SegmentStore:
         for segment in unused:
             self._drop(segment, EvictionReason.RESET)
         erased = [gone for segment in unused if segment.file for gone in self._files.erase(segment.file)]
-        return sum(len(segment.header.full_hashes) for segment in unused), erased
+        return sum(len(segment.header.names) for segment in unused), erased
 
     def check_integrity(self, leased: list[Segment]) -> None:
         """Assert that the sums are right; `leased` has each segment once for each of its leases."""

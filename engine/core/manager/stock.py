@@ -167,7 +167,7 @@ class Stock:
         """Index a new segment in the object store of a node, and deliver it to every worker awaiting one of the blocks.
         `exporter`: the worker that sent it; none for the copy of an earlier manager's segment. `handed_over`: the
         request whose prefill ends with this segment."""
-        receivers = self.supply.exported(header.full_hashes)
+        receivers = self.supply.exported(header.names)
         instructions: list[Instruction] = []
         if handed_over is not None:
             # The worker that decodes gets the segment, awaited or not.
@@ -189,7 +189,7 @@ class Stock:
         file again."""
         # The waiting workers await the blocks, instead of the segment.
         waiting = frozenset(self.segments.unread(segment, now) & self.pools.keys())
-        hashes = segment.header.full_hashes
+        hashes = segment.header.names
         records = zip(hashes, self.blocks.find(hashes), strict=True)
         return self.supply.unread([h for h, r in records if r is None or r.segment in (segment, None)], waiting)
 

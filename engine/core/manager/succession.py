@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from raydix.engine.core.types import BlockHash, SegmentHeader
 
-SCHEMA = 1
+SCHEMA = 2
 """Form of what is handed over. A manager of another form hands over nothing."""
 MAX_BATCH_BYTES = 64 << 20
 """Bytes copied before the predecessor drops the originals: so many are in the object store twice."""
@@ -51,7 +51,7 @@ def chosen(
     for offer in offers:
         header = offer.header
         expires_at = header.retention.expires_at
-        is_wanted = any(map(lacks, header.full_hashes))
+        is_wanted = any(map(lacks, header.names))
         is_alive = expires_at is None or expires_at > now
         is_readable = fingerprint is None or header.fingerprint == fingerprint
         if is_wanted and is_alive and is_readable and header.num_bytes <= room_bytes:

@@ -274,7 +274,8 @@ class BlockPool:
         self._sealed_journal, self._evicted_journal = [], []
         if self.states is not None:
             came, gone = self.states.drain_journal()
-            return [*sealed, *came], [*evicted, *gone]
+            if self.keeps_blocks:
+                return [*sealed, *came], [*evicted, *gone]
         return sealed, evicted
 
     def check_integrity(self, held: Iterable[int] | None = None, protected: Iterable[BlockHash] | None = None) -> None:

@@ -176,6 +176,9 @@ class Imports:
             self._pool.acquire([block])
             request.held.append(block)
             request.awaited.discard(block_hash)
+        # A state is not held: as the one used last it is the last to go, and its loss costs time only.
+        elif self._pool.states is not None and self._pool.states.is_known(block_hash):
+            request.awaited.discard(block_hash)
 
     def _drop_holds(self, request: Request, now: float) -> bool:
         held, request.held = request.held, []

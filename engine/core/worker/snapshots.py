@@ -130,7 +130,7 @@ class Snapshots:
 
     def check_integrity(self, running: Iterable[Request]) -> None:
         """Assert that each running request has the state behind its computed positions, that nothing else is held, and
-        that the pool has every block that a snapshot needs."""
+        that the pool has every block that a snapshot needs which was taken here, or from which somebody went on."""
         requests = list(running)
         for request in requests:
             assert (request.state is None) == (request.num_computed == 0)
@@ -143,7 +143,7 @@ class Snapshots:
         """Make the state behind a request's first blocks a snapshot; unless it `stays`, until the next one."""
         path = request.full_hashes()[:num_blocks]
         for block_hash in reversed(path):
-            if self._states.is_on_path(block_hash):
+            if self._states.is_on_path(block_hash) and not self._states.has_ahead:
                 break  # with all blocks before it: what a snapshot needs is in the pool
             # A block that was computed beside another request's of the same name, which has gone since.
             if self._pool.lookup(block_hash) is None:

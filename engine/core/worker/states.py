@@ -12,6 +12,8 @@ a copy, and a step that is given up leaves no trace.
 
 A snapshot is of use together with the KV of its block and of all blocks before it, its *path*. It is dropped as soon as
 one of these leaves the pool, and of the snapshots without a holder the least recently used one when a slot is needed.
+Of a snapshot that comes from another worker blocks may come later, in segments of their own; nobody goes on from it
+before they are there.
 """
 
 from collections import OrderedDict
@@ -19,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from raydix.engine.core.hashing import state_hash
-from raydix.engine.core.types import BlockHash, EvictionReason
+from raydix.engine.core.types import BlockHash, EvictionReason, Snapshot
 
 SPARE = 4
 """One slot in so many is never a snapshot: drafts, whose states last for a step, take no snapshot's place."""
@@ -53,6 +55,10 @@ class States:
         self._blocks: dict[BlockHash, _PathBlock] = {}
         """The blocks on the paths of snapshots, as trees: of a snapshot that moves on with its request only the blocks
         between its two places are looked at, however long the path is."""
+        self._named_after: dict[BlockHash, BlockHash] = {}
+        """The block of each snapshot, by the name under which other processes know it."""
+        self._ahead: set[BlockHash] = set()
+        """Snapshots that came before some of their blocks, until somebody goes on from them."""
         self._came: list[BlockHash] = []
         self._gone: list[tuple[BlockHash, EvictionReason]] = []
 
@@ -72,13 +78,43 @@ class States:
         """True if there is a snapshot of this name."""
         return name in self._slots
 
+    def slot_of(self, name: BlockHash) -> int | None:
+        """The slot of a snapshot; None without one. Takes no reference."""
+        return self._slots.get(name)
+
+    def find(self, state: BlockHash) -> tuple[Snapshot, int] | None:
+        """The snapshot that other processes know by this name, and its slot; None without one. Takes no reference."""
+        name = self._named_after.get(state)
+        if name is None:
+            return None
+        path, at = [name], self._blocks[name].parent
+        while at is not None:
+            path.append(at)
+            at = self._blocks[at].parent
+        return Snapshot(state, tuple(reversed(path))), self._slots[name]
+
+    def is_known(self, state: BlockHash) -> bool:
+        """True if there is a snapshot that other processes know by this name."""
+        return state in self._named_after
+
+    @property
+    def has_ahead(self) -> bool:
+        """True if blocks may be missing that a snapshot needs."""
+        return bool(self._ahead)
+
+    def blocks_on_paths(self) -> list[BlockHash]:
+        """Every block that a snapshot needs, but for snapshots that came before their blocks."""
+        found: set[BlockHash] = set()
+        for name in self._slots.keys() - self._ahead:
+            at: BlockHash | None = name
+            while at is not None and at not in found:
+                found.add(at)
+                at = self._blocks[at].parent
+        return sorted(found)
+
     def is_on_path(self, block_hash: BlockHash) -> bool:
         """True if a snapshot needs the block, and so all blocks before it."""
         return block_hash in self._blocks
-
-    def blocks_on_paths(self) -> list[BlockHash]:
-        """Every block that a snapshot needs."""
-        return list(self._blocks)
 
     def allocate(self, *, may_drop: bool = True) -> int | None:
         """Hold a slot for a new state, dropping a snapshot if need be and allowed; None if there is none."""
@@ -94,6 +130,8 @@ class States:
         self._ref_counts[slot] += 1
         if (name := self._names[slot]) is not None:
             self._slots.move_to_end(name)
+            # Whoever goes on from it has found all its blocks.
+            self._ahead.discard(name)
 
     def release(self, slot: int) -> None:
         """Give back one reference."""
@@ -101,9 +139,9 @@ class States:
         self._ref_counts[slot] -= 1
         self._free_unused(slot)
 
-    def keep(self, slot: int, path: Sequence[BlockHash]) -> bool:
+    def keep(self, slot: int, path: Sequence[BlockHash], *, is_ahead: bool = False) -> bool:
         """Make a held state a snapshot, named by the last block of its path; False, and only noted as used, if there is
-        one of this name."""
+        one of this name. `is_ahead`: blocks of its path are still to come."""
         assert self._ref_counts[slot] > 0 and path
         name = path[-1]
         if name in self._slots:
@@ -111,7 +149,11 @@ class States:
             return False
         assert self._names[slot] is None, "a state is behind one block only"
         self._slots[name], self._names[slot] = slot, name
-        self._came.append(state_hash(name))
+        state = state_hash(name)
+        self._named_after[state] = name
+        self._came.append(state)
+        if is_ahead:
+            self._ahead.add(name)
         child: BlockHash | None = None
         for index in range(len(path) - 1, -1, -1):
             block_hash = path[index]
@@ -132,7 +174,10 @@ class States:
         """Forget a snapshot; its holders keep the state."""
         slot = self._slots.pop(name)
         self._names[slot] = None
-        self._gone.append((state_hash(name), reason))
+        self._ahead.discard(name)
+        state = state_hash(name)
+        del self._named_after[state]
+        self._gone.append((state, reason))
         at: BlockHash | None = name
         while at is not None and at not in self._slots and not self._blocks[at].children:
             parent = self._blocks.pop(at).parent
@@ -155,11 +200,11 @@ class States:
 
     def hashes(self) -> list[BlockHash]:
         """The names of all snapshots as other processes hear them."""
-        return list(map(state_hash, self._slots))
+        return list(self._named_after)
 
     def drain_journal(self) -> tuple[list[BlockHash], list[tuple[BlockHash, EvictionReason]]]:
         """Snapshots that came and that went since the last call, as `BlockPool.drain_journal`."""
-        here = set(self.hashes()) if self._came or self._gone else set()
+        here = self._named_after
         came = [state for state in self._came if state in here]
         gone = [each for each in self._gone if each[0] not in here]
         self._came, self._gone = [], []
@@ -174,6 +219,7 @@ class States:
             assert in_use != (slot in free), f"state {slot} is lost, or free and in use"
             assert name is None or self._slots[name] == slot
         assert len(self._slots) == sum(name is not None for name in self._names)
+        assert self._named_after == {state_hash(name): name for name in self._slots} and self._ahead <= {*self._slots}
         children: dict[BlockHash, set[BlockHash]] = {}
         for name in self._slots:
             at: BlockHash | None = name

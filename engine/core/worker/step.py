@@ -17,6 +17,7 @@ from raydix.engine.core.types import (
     Handover,
     PromptEvent,
     Retention,
+    Snapshot,
     TokenEvent,
     TokenLogprobs,
 )
@@ -139,13 +140,16 @@ class RunnerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ExportedBlocks:
-    """Blocks to be exported; the exporter holds a reference to each until it has copied the contents."""
+    """Blocks and recurrent states to be exported; the exporter holds a reference to each until it has copied the
+    contents."""
 
     request_id: str
     hashes: tuple[BlockHash, ...]
     blocks: tuple[int, ...]
     handover: Handover | None = None
     retention: Retention = DEFAULT_RETENTION
+    states: tuple[tuple[Snapshot, int], ...] = ()
+    """Each with its slot."""
 
 
 @dataclass(frozen=True, slots=True)
