@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from raydix.engine.core.eviction.duel import Duel, Ghost, once_first, recency
-from raydix.engine.core.eviction.life_table import EDGES, NUM_BINS, LifeTable, best_rates
 from raydix.engine.core.eviction.queue import EvictionQueue, Quota
 from raydix.engine.core.eviction.ranking import LeastRecent, Ranking, Visit
-from raydix.engine.core.eviction.survival import NUM_KINDS, Survival
+from raydix.engine.core.eviction.survival import EDGES, NUM_BINS, NUM_KINDS, LifeTable, Survival, best_rates
 from raydix.engine.core.types import EvictionReason, FinishReason, Retention
 
 QUOTAS = {"a": Quota(floor=2), "b": Quota(floor=1, ceiling=3)}
