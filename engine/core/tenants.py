@@ -11,7 +11,7 @@ What tenants share has its rule beside it:
 | places of requests | each holds at most as many as it leaves free | `engine/core/ingress/room.py` |
 | arriving files, running batches | the same | `actors/ingress/batches.py` |
 | lines of batches | divided by tenant, then by batch | `engine/core/batches/lines.py` |
-| computing of a worker | the least time per weight goes first | `engine/core/worker/virtual_time.py` |
+| computing of a worker | the least time per weight goes first | `engine/core/worker/order.py` |
 | running requests, their blocks | the tenant furthest above its share gives back | `Scheduler._above_share` |
 | cached blocks of a pool | `quotas`: floors and ceilings | `engine/core/eviction/queue.py` |
 | segments in the store and on disk | the same | `engine/core/manager/segment_store.py` |

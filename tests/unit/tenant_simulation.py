@@ -20,9 +20,9 @@ from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.tenants import Tenant, Tenants, salt_of
 from raydix.engine.core.types import AdmitRequest, Assignment, CacheHints, Role, Sampling, Stage
 from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.order import chunk_s
 from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.core.worker.step import RunnerOutput, SampledToken, SchedulerOutput
-from raydix.engine.core.worker.virtual_time import chunk_s
 
 COSTS = WorkerCosts(step_s=5e-3, prefill_token_s=1e-4, decode_token_s=2e-4, pair_s=1e-8)
 """A small GPU's."""

@@ -33,7 +33,7 @@ from raydix.engine.core.settings import DraftLimits, SchedulerLimits
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import Role, Salt, Sampling
 from raydix.engine.core.worker.drafts.drafter import Drafter
-from raydix.engine.core.worker.drafts.past import Past
+from raydix.engine.core.worker.drafts.texts import Past
 from raydix.engine.core.worker.step import RunnerOutput, SchedulerOutput
 from raydix.engine.model.engine import Engine, StepResult
 from tests.unit.builders import ROOT, FakeModel, expected_answer

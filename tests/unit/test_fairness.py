@@ -11,10 +11,10 @@ from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import CacheHints
+from raydix.engine.core.worker.order import VirtualTime, chunk_s
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.core.worker.step import chunk_of
-from raydix.engine.core.worker.virtual_time import VirtualTime, chunk_s
 from tests.unit.builders import VOCAB, FakeModel, chain_of, make_assignment, run_all, step, submit
 from tests.unit.tenant_simulation import measure
 

@@ -65,7 +65,7 @@ def test_lines_that_a_change_touches() -> None:
 
 def test_the_tests_nearest_to_a_module() -> None:
     assert "tests/unit/test_shares.py" in nearest_tests(["raydix.engine.core.shares"])
-    assert "tests/unit/test_fairness.py" in nearest_tests(["raydix.engine.core.worker.virtual_time"])
+    assert "tests/unit/test_fairness.py" in nearest_tests(["raydix.engine.core.worker.order"])
 
 
 MODULE = """

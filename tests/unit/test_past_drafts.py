@@ -11,10 +11,17 @@ from raydix.engine.core.answers.continuations import packed
 from raydix.engine.core.settings import DraftLimits
 from raydix.engine.core.types import Assignment, DraftSource, Salt, Stage
 from raydix.engine.core.worker.drafts.drafter import Drafter
-from raydix.engine.core.worker.drafts.past import VOLUME_TOKENS, VOLUMES, Past
 from raydix.engine.core.worker.drafts.suffix import MAX_MATCH, PRIORS, SourceRecord
-from raydix.engine.core.worker.drafts.suffixes import Suffixes
-from raydix.engine.core.worker.drafts.texts import END, MAX_COMPARED, RunningText, TextMatch
+from raydix.engine.core.worker.drafts.texts import (
+    END,
+    MAX_COMPARED,
+    VOLUME_TOKENS,
+    VOLUMES,
+    Past,
+    RunningText,
+    Suffixes,
+    TextMatch,
+)
 from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.model.engine import Engine
 from tests.unit.builders import answer_to, make_assignment, submit

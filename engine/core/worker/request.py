@@ -15,7 +15,7 @@ from raydix.engine.core.types import (
     StartTimes,
     TokenLogprobs,
 )
-from raydix.engine.core.worker.drafts.suffixes import Suffixes
+from raydix.engine.core.worker.drafts.texts import Suffixes
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.drafts.drafting import Drafting
 from raydix.engine.core.worker.idle import IdleWork
 from raydix.engine.core.worker.imports import EarlyMessages, Imports, is_ready
-from raydix.engine.core.worker.order import rank, share_budget, start_order, weigh_contexts
+from raydix.engine.core.worker.order import StartTurns, VirtualTime, rank, share_budget, start_order, weigh_contexts
 from raydix.engine.core.worker.prompt_results import PromptResults
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.snapshots import Snapshots
@@ -69,7 +69,6 @@ from raydix.engine.core.worker.step import (
 )
 from raydix.engine.core.worker.swaps import SwapPolicy, Swaps, num_swapped_blocks
 from raydix.engine.core.worker.transfers import Transfers
-from raydix.engine.core.worker.virtual_time import StartTurns, VirtualTime
 
 
 class Scheduler:

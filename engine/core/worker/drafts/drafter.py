@@ -11,8 +11,8 @@ from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.drafts.form_guesser import FormGuesser, LearntChoices
 from raydix.engine.core.worker.drafts.forms import CERTAIN, Forms
 from raydix.engine.core.worker.drafts.guesser import Guesser
-from raydix.engine.core.worker.drafts.past import Past
 from raydix.engine.core.worker.drafts.suffix import MAX_MATCH
+from raydix.engine.core.worker.drafts.texts import Past
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
 

@@ -12,10 +12,16 @@ from raydix.engine.core.settings import DraftLimits
 from raydix.engine.core.types import DraftSource
 from raydix.engine.core.worker.drafts.budget import DecodeStep
 from raydix.engine.core.worker.drafts.draft import Draft
-from raydix.engine.core.worker.drafts.past import Past
 from raydix.engine.core.worker.drafts.suffix import MAX_MATCH
-from raydix.engine.core.worker.drafts.suffixes import OwnTexts, Suffixes, num_wanted
-from raydix.engine.core.worker.drafts.texts import MAX_COMPARED, DraftText, TextMatch
+from raydix.engine.core.worker.drafts.texts import (
+    MAX_COMPARED,
+    DraftText,
+    OwnTexts,
+    Past,
+    Suffixes,
+    TextMatch,
+    num_wanted,
+)
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
 
