@@ -26,7 +26,7 @@ from raydix.engine.core.errors import (
     RequestError,
     ServiceError,
 )
-from raydix.engine.core.ingress.body_room import BodyRoom
+from raydix.engine.core.ingress.room import BodyRoom
 from raydix.engine.core.objectives import Objectives
 
 T = TypeVar("T")

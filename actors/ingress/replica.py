@@ -24,7 +24,7 @@ from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
 from raydix.engine.api.guards import require_host, require_json, require_trusted_origin, require_unencoded
 from raydix.engine.core.errors import RaydixError, RequestError
-from raydix.engine.core.ingress.body_room import BodyRoom
+from raydix.engine.core.ingress.room import BodyRoom
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.model.tokenizer import forgo_torch

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raydix.engine.core.errors import OverloadedError
-from raydix.engine.core.ingress.body_room import BodyRoom
+from raydix.engine.core.ingress.room import BodyRoom
 
 
 def test_the_largest_body_goes_and_a_short_one_finds_room() -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from raydix.engine.core.answers.continuations import MAX_BYTES, BegunAnswer, packed
 from raydix.engine.core.errors import ModelFailedError, RequestError
+from raydix.engine.core.ingress.dispatch import Outbox
 from raydix.engine.core.ingress.generation import Generation
-from raydix.engine.core.ingress.outbox import Outbox
 from raydix.engine.core.types import (
     Admission,
     CacheHints,

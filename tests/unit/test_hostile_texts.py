@@ -21,7 +21,7 @@ from raydix.engine.core.ingress.parsers.mistral import CALLS, MistralCalls
 from raydix.engine.core.ingress.parsers.python_literal import json_of
 from raydix.engine.core.ingress.stop_strings import StopStrings
 from raydix.engine.model.chats import _Mark
-from raydix.engine.model.plain_text import mark_names, names_pattern
+from raydix.engine.model.tokenizer import mark_names, names_pattern
 
 NUM = 3_000
 FACTOR = 4

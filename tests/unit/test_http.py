@@ -17,7 +17,7 @@ from raydix.actors.ingress.http import (
 )
 from raydix.engine.api.wire import OPENAI, PAUSED
 from raydix.engine.core.errors import AuthenticationError, BodyTimeoutError, BodyTooLargeError, OverloadedError
-from raydix.engine.core.ingress.body_room import BodyRoom
+from raydix.engine.core.ingress.room import BodyRoom
 from tests.unit.waits import WAIT_S
 
 

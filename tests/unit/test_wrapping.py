@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from raydix.cli.wrapping import Wrapper
+from raydix.cli.chat import Wrapper
 
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog."
 

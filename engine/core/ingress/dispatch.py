@@ -21,13 +21,13 @@ and their tokens are delivered. What goes wrong on the way:
 `raydix.actors.ingress.dispatcher` carries the instructions out and reports the results; here is no Ray and no clock.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from raydix.engine.core.answers.continuations import BegunAnswer
 from raydix.engine.core.errors import LateError, NoWorkerError, RaydixError, ServiceError, StopsWorkersError
 from raydix.engine.core.ingress.cluster_view import ClusterView, ModelFacts, Timeouts
-from raydix.engine.core.ingress.entry import Entries, Entry
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.instructions import (
     Abort,
@@ -42,14 +42,15 @@ from raydix.engine.core.ingress.instructions import (
     ModelDiffers,
     MovedOn,
     NamedByLastWords,
+    Ping,
     Read,
+    Settle,
     StartWorker,
     StopAwaiting,
     Submit,
     WorkerLost,
     WorkerSilent,
 )
-from raydix.engine.core.ingress.outbox import Outbox
 from raydix.engine.core.objectives import Late
 from raydix.engine.core.types import (
     Admission,
@@ -60,10 +61,140 @@ from raydix.engine.core.types import (
     Ended,
     FirstToken,
     Membership,
+    Outcome,
     Paused,
     PromptEvent,
     StreamEvent,
 )
+
+UNTAKEN_S = 5.0  # a submission that is not answered after so long counts as answered: either side may have lost it
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Messages of the data plane to be sent together, one call for each receiver: assignments for workers, and reports
+    for the manager."""
+
+    assignments: dict[str, list[Assignment]] = field(default_factory=dict)
+    """Assignments by worker."""
+    first_tokens: list[FirstToken] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.assignments or self.first_tokens or self.ended)
+
+    def submit(self, worker_id: str, assignment: Assignment) -> None:
+        self.assignments.setdefault(worker_id, []).append(assignment)
+
+    def release(self, generation: Generation, answer: BegunAnswer | None = None) -> None:
+        """Report the end of an admission, and how the request has ended. `answer`: with a request's last end."""
+        how = Outcome.ABORTED
+        if generation.has_ended:
+            how = Outcome.FINISHED
+        elif generation.failure is not None:
+            how = Outcome.FAILED
+        self.ended.append(
+            Ended(
+                generation.request_id,
+                generation.attempt,
+                how,
+                num_preemptions=generation.num_preemptions,
+                drafts=tuple(generation.drafts.values()),
+                answer=answer,
+                handover_s=generation.handover_s,
+                stop=generation.stop,
+            )
+        )
+
+    def not_settled(self, ended: Iterable[Ended]) -> None:
+        """Report ends again that the manager has not confirmed. Answers are left out: an answer that the manager did
+        hear would be counted twice."""
+        self.ended += [replace(each, answer=None) if each.answer is not None else each for each in ended]
+
+    def take_submits(self, followed: Container[str], is_current: Callable[[Assignment], bool]) -> list[Instruction]:
+        """The assignments for `followed` workers, without attempts known to be over; none are left.
+
+        A finished attempt has been aborted already, and the submission must not overtake the abort.
+        """
+        instructions: list[Instruction] = []
+        assignments, self.assignments = self.assignments, {}
+        for worker_id, batch in assignments.items():
+            current = [each for each in batch if is_current(each)]
+            # A worker that is followed no more has been left by these requests already.
+            if current and worker_id in followed:
+                instructions.append(Submit(worker_id, current))
+        return instructions
+
+    def take_reports(self) -> list[Instruction]:
+        """The reports for the manager; none are left."""
+        if not (self.first_tokens or self.ended):
+            return []
+        reports = Settle(self.first_tokens, self.ended)
+        self.first_tokens, self.ended = [], []
+        return [reports]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request under way. It is being admitted, or `admission` waits for workers to be followed, or the request waits
+    for another admission (`Dispatch.retries`), or it has been submitted."""
+
+    generation: Generation
+    waiting_since: float
+    admission: Admission | None = None
+    avoided: tuple[str, ...] = ()
+    """Workers that were silent or doubted when the request was last sent to the manager."""
+    num_moves: int = 0
+    """Attempts that ended because their worker was about to stop."""
+
+    def awaits(self, worker_id: str, epoch: int) -> bool:
+        """True if the admission names this incarnation."""
+        admission = self.admission
+        return admission is not None and (worker_id, epoch) in (
+            (admission.prefill, admission.prefill_epoch),
+            (admission.decode, admission.decode_epoch),
+        )
+
+
+class Entries(dict[str, Entry]):
+    """The requests under way, by id."""
+
+    def current(self, request_id: str, attempt: int) -> Entry | None:
+        """The request, if this is its present attempt."""
+        entry = self.get(request_id)
+        return entry if entry is not None and entry.generation.attempt == attempt else None
+
+    def affected_by(self, worker_id: str) -> list[Entry]:
+        """Requests that cannot go on as they are without a worker."""
+        return [
+            entry
+            for entry in self.values()
+            if entry.generation.dies_with(worker_id) or entry.generation.loses_kv_with(worker_id)
+        ]
+
+    def awaiting(self, worker_id: str, epoch: int) -> list[Entry]:
+        """Requests whose admission waits for this incarnation, in the order of `priority`."""
+        awaiting = [entry for entry in self.values() if entry.awaits(worker_id, epoch)]
+        return sorted(awaiting, key=lambda entry: entry.generation.priority)
+
+    def pings(self, followed: Iterable[str], now: float) -> list[Ping]:
+        """A ping for each followed worker, with the attempts of both kinds. Only prefill workers among the followed are
+        awaited."""
+        pings = {worker_id: Ping(worker_id, [], [], []) for worker_id in followed}
+        for generation in (entry.generation for entry in self.values()):
+            is_overdue = now - generation.placed_at >= UNTAKEN_S
+            # Both workers of a split request, or the one that has it whole, as far as they are followed.
+            for worker_id in {generation.prefill or "", generation.decode or ""} & pings.keys():
+                if not generation.may_be_at(worker_id):
+                    continue
+                is_taken = is_overdue or worker_id in generation.taken_by
+                named = pings[worker_id].taken if is_taken else pings[worker_id].sent
+                named.append(generation.attempt_name)
+                # The prefill worker lives, so the decode worker may go on waiting for its KV.
+                if worker_id == generation.decode and generation.awaits_prefill and generation.prefill in pings:
+                    pings[worker_id].awaiting.append(generation.request_id)
+        return [*pings.values()]
 
 
 class _Retry(NamedTuple):
