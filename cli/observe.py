@@ -301,9 +301,9 @@ def _explanation(name: str, attempt: Attempt) -> list[RenderableType]:
 
 
 def _beside(explained: Mapping[str, Any]) -> list[RenderableType]:
-    """What `raydix why` prints of a chat as a whole: where it left the prompt before, and its fields without effect."""
+    """What `raydix why` prints of a chat as a whole: where it left the prompt before, and its hints."""
     lines: list[RenderableType] = []
-    prefix, ignored = explained.get("prefix"), explained.get("ignored")
+    prefix, ignored, applied = (explained.get(name) for name in ("prefix", "ignored", "applied"))
     if prefix and prefix["reason"] is not None:
         place = f" in {prefix['part']}" if prefix["part"] is not None else ""
         if prefix["token_index"] is not None:
@@ -312,6 +312,8 @@ def _beside(explained: Mapping[str, Any]) -> list[RenderableType]:
         lines.append(_text(f"left the prompt before{place}: {prefix['reason']}{lost}"))
     if ignored:
         lines.append(_text(f"fields without effect: {', '.join(ignored)}"))
+    if applied:
+        lines.append(_text(f"hints that became something else: {', '.join(applied)}"))
     return lines
 
 

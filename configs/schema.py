@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -28,6 +29,9 @@ def _number_unless_auto(value: object) -> object:
 Beginning = Annotated[str, StringConstraints(min_length=4, max_length=100)]
 AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}$")]
 FolderName = Annotated[str, StringConstraints(min_length=1)]
+LimitedEffort = Literal["minimal", "low", "medium", "high", "xhigh", "max"]
+ReasoningTokens = Annotated[int, Field(ge=1)]
+EFFORT_TOKENS: Mapping[LimitedEffort, int] = {"minimal": 512, "low": 2048, "medium": 8192}
 HostName = Annotated[str, StringConstraints(min_length=1, to_lower=True)]
 
 
@@ -93,6 +97,11 @@ class ModelSection(Section):
         default=None,
         description="Form of the reasoning before answers: think, between <think> and </think>; none: all is text. By "
         "default think where the chat template has these tags.",
+    )
+    effort_tokens: Annotated[dict[LimitedEffort, ReasoningTokens], Effect.INGRESS] = Field(
+        default_factory=lambda: dict(EFFORT_TOKENS),
+        description="Most tokens of reasoning by effort, for models whose chat template does not tell efforts apart. "
+        "An effort without a limit is as much as the model likes; {} for no limits.",
     )
     pooling: Annotated[Literal["mean", "last"], Effect.INGRESS] = Field(
         default="mean",

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from raydix.engine.api.guards import IDENTITY
 from raydix.engine.api.parameters import TPOT_HEADER, TTFT_HEADER
 from raydix.engine.api.prompts import MAX_LABEL_LEN
-from raydix.engine.api.spec import MAX_OBJECTIVE_MS
+from raydix.engine.api.spec import MAX_OBJECTIVE_MS, GenerationSpec
 from raydix.engine.api.wire import OPENAI, PAUSED, WireFormat
 from raydix.engine.core.errors import (
     AuthenticationError,
@@ -32,7 +32,8 @@ from raydix.engine.core.objectives import Objectives
 T = TypeVar("T")
 
 JSON = "application/json"
-IGNORED_HEADER = "x-raydix-ignored"  # header of a response with the names of the body's fields that had no effect
+# Headers of a response with the names of the body's fields that had no effect, and of hints with what they became.
+IGNORED_HEADER, APPLIED_HEADER = "x-raydix-ignored", "x-raydix-applied"
 MAX_SHOWN = 40  # characters of a header's value in an error
 QUIET_S = 10.0  # seconds without an event, and without a status line, after which a stream gets `WireFormat.waiting`
 
@@ -124,11 +125,16 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await _cancel(task, gone)
 
 
-def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """The header with the names of a body's fields that had no effect; no header without such fields. A client may have
-    made a name up: each character that could end or divide the header becomes `?`."""
-    shown = ", ".join(re.sub(r"[^\w.:\[\]-]", "?", name, flags=re.ASCII) for name in names)
-    return {IGNORED_HEADER: shown} if names else {}
+def hint_headers(spec: GenerationSpec) -> dict[str, str]:
+    """The headers with the names of a body's fields that had no effect, and of those that acted in another way; no
+    header without such fields. A client may have made a name up: each character that could end or divide the header
+    becomes `?`."""
+
+    def shown(names: Sequence[str]) -> str:
+        return ", ".join(re.sub(r"[^\w.:\[\]-]", "?", name, flags=re.ASCII) for name in names)
+
+    both = {IGNORED_HEADER: spec.ignored, APPLIED_HEADER: spec.applied}
+    return {header: shown(names) for header, names in both.items() if names}
 
 
 def request_id_header(request: Request) -> dict[str, str]:

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raydix.actors.ingress.http import IGNORED_HEADER
+from raydix.actors.ingress.http import APPLIED_HEADER, IGNORED_HEADER
 from raydix.actors.ingress.routes.replica import Replica
 from raydix.engine.api.anthropic.errors import ANTHROPIC
 from raydix.engine.api.guards import is_allowed_origin
@@ -179,6 +179,7 @@ METHODS = ("GET", "POST", "DELETE")
 SHOWN_HEADERS = (
     "retry-after",
     IGNORED_HEADER,
+    APPLIED_HEADER,
     LOAD_HEADER,
     *(name for wire in (OPENAI, ANTHROPIC) for name in wire.allowance(Allowance(0, 0), 0.0)),
 )

@@ -16,6 +16,8 @@ from raydix.engine.core.ingress.parsers.reasoning import REASONING_TAGS, begins_
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
+FULL_EFFORTS = ("high", "xhigh", "max")  # those that are as much as the model likes, where nothing limits them
+
 
 class ReasoningFields(StrictModel):
     """Reasoning of the model before its answer."""
@@ -29,7 +31,8 @@ class ReasoningFields(StrictModel):
     reasoning_effort: Effort | None = Field(
         default=None,
         description="For chat templates with a variable `reasoning_effort`, or `enable_thinking`, which `none` sets to "
-        "false. For other templates of models that reason `none` only; ignored where the model has no reasoning.",
+        "false. Without the former the others limit the reasoning to the tokens in `model.effort_tokens`; ignored "
+        "where the model has no reasoning.",
     )
     thinking_token_budget: Annotated[int, Field(ge=-1), INTEGRAL] | None = Field(
         default=None, description="The end of the reasoning is forced behind so many tokens; -1 for never, the default."
@@ -45,23 +48,53 @@ class ReasoningFields(StrictModel):
         )
 
 
-def effort_arguments(asked: ReasoningUse, template: str, *, has_reasoning: bool = True) -> Mapping[str, object]:
-    """The variables by which a chat template is told of an effort; none for a model without reasoning, whose effort is
-    always the same, and none for a hint that the template does not know. Raises RequestError if the template of a model
-    that reasons has none, and the effort is no hint."""
+def with_effort(
+    spec: GenerationSpec, template: str, limits: Mapping[str, int], *, has_reasoning: bool = True
+) -> GenerationSpec:
+    """Have a chat's effort act by the variables of its `template`, and where these do not tell efforts apart by a limit
+    of the reasoning's tokens, which `limits` has by effort.
+
+    An effort that nothing acts on is named among the fields without effect: of a model without reasoning, or a hint, or
+    as much as the model likes. Raises RequestError for another one.
+    """
+    asked = spec.reasoning
     effort = asked.effort
+    # The limit is there already where a chat is read once more.
+    if effort is None or asked.limit_param == asked.param:
+        return spec
+    arguments = effort_arguments(effort, template)
+    # A client's own arguments go before those made of the effort.
+    spec = replace(spec, template=replace(spec.template, arguments={**arguments, **spec.template.arguments}))
+    if effort == "none" or "reasoning_effort" in arguments:
+        return spec
+
+    # A limit that the request itself gives goes before that of the effort.
+    limit = limits.get(effort) if has_reasoning and asked.max_tokens is None else None
+    if limit is not None:
+        reasoning = replace(asked, max_tokens=limit, limit_param=asked.param)
+        applied = f"{asked.param}:thinking_token_budget:{limit}"
+        return replace(spec, reasoning=reasoning, applied=(*spec.applied, applied))
+    if arguments:
+        return spec
+    if not has_reasoning or asked.is_hint or asked.max_tokens is not None or effort in FULL_EFFORTS:
+        ignored = spec.ignored if asked.param in spec.ignored else (*spec.ignored, asked.param)
+        return replace(spec, ignored=ignored)
+    raise RequestError(
+        f"'{asked.param}' of '{effort}' is not supported: the chat template of this model does not know it, and its "
+        "reasoning cannot be limited.",
+        param=asked.param,
+    )
+
+
+def effort_arguments(effort: str, template: str) -> Mapping[str, object]:
+    """The variables by which a chat template is told of an effort; none if it knows none."""
     # A name in the source of the template is enough: a template that only mentions it is given a variable that it does
     # not use.
     if "reasoning_effort" in template:
         return {"reasoning_effort": effort}
     if "enable_thinking" in template:
         return {"enable_thinking": effort != "none"}
-    if effort == "none" or not has_reasoning or asked.is_hint:
-        return {}
-    raise RequestError(
-        f"'{asked.param}' other than 'none' is not supported: the chat template of this model does not know it.",
-        param=asked.param,
-    )
+    return {}
 
 
 def with_limit(

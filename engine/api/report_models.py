@@ -374,6 +374,9 @@ class Explanation(Shape):
         description="Of a chat at this replica: where its prompt left the one before."
     )
     ignored: list[str] | None = Field(description="Of a chat at this replica: its fields without effect.")
+    applied: list[str] | None = Field(
+        description="Of a chat at this replica: its hints that acted in another way, with what they became."
+    )
 
 
 class DoctorExample(Shape):

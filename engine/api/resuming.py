@@ -157,6 +157,7 @@ def seal_of(origin: Origin, spec: GenerationSpec, tenant: str, prompts: Iterable
         sampling=replace(spec.sampling, speculation=DEFAULT_SAMPLING.speculation, allowed_token_ids=None),
         prediction=None,
         ignored=(),
+        applied=(),
         reasoning=replace(spec.reasoning, is_hint=False),
         form=FormSpec(),
         service=ServiceSpec(),

@@ -215,7 +215,7 @@ class ReasoningUse:
     limit_param: str = "thinking_token_budget"
     """Name of the request's field with `max_tokens`."""
     is_hint: bool = False
-    """True if an effort that the chat template does not know is left without effect; false: it is refused."""
+    """True if an effort that nothing acts on is left without effect; false: it is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,6 +344,8 @@ class GenerationSpec:
     """The way in which the chat begins anew once it is long; None: it never does, or is being read as it is."""
     ignored: tuple[str, ...] = ()
     """Fields of the body that have no effect: hints that nothing here acts on, and unknown ones."""
+    applied: tuple[str, ...] = ()
+    """Hints that act in another way than by their own switch: the field, what it became and its value, with colons."""
 
     @property
     def num_choices(self) -> int:

@@ -125,6 +125,7 @@ def log_request(job: Job, finished: FinishedRequest, *, num_cached: int, duratio
             ttft_s=None if ttft_s is None else round(ttft_s, 4),
             duration_s=round(duration_s, 4),
             ignored=list(job.spec.ignored),
+            applied=list(job.spec.applied),
             adapter=finished.adapter,
         ),
     )

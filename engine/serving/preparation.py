@@ -34,7 +34,7 @@ from raydix.engine.serving.chats import Chats
 from raydix.engine.serving.choices import Choices, PreparationFacts
 from raydix.engine.serving.job import Answer, Job
 from raydix.engine.serving.kept_conversations import KeptConversations
-from raydix.engine.serving.prompt_records import PromptRecords
+from raydix.engine.serving.prompt_records import Hints, PromptRecords
 from raydix.engine.serving.reader_pool import RequestReader, size_of
 from raydix.engine.serving.reader_work import Conversations, Reading, Request
 from raydix.engine.serving.served_model import ServedModels
@@ -401,7 +401,8 @@ class Preparation:
         if spec.previous_message is not None:
             job.diagnosis = self._records.diagnosis(spec.previous_message, job.tenant, record)
         if is_kept:
-            self._records.add(job.head.id, job.tenant.name, generation.session, record, spec.ignored)
+            hints = Hints(spec.ignored, spec.applied)
+            self._records.add(job.head.id, job.tenant.name, generation.session, record, hints)
 
     def _check(self, spec: GenerationSpec, tenant: Tenant) -> None:
         """Raise RequestError for a request that this tenant or model cannot have."""

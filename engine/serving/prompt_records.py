@@ -81,6 +81,18 @@ class Diagnosis:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """Fields of a request's body whose effect is none, or not their own."""
+
+    ignored: tuple[str, ...] = ()
+    applied: tuple[str, ...] = ()
+    """Each with what it became."""
+
+
+NO_HINTS = Hints()
+
+
 @dataclass(slots=True)
 class _Kept:
     name: str
@@ -89,7 +101,7 @@ class _Kept:
     """Counts all records, so that a later one has a higher number."""
     session: str | None
     record: PromptRecord
-    ignored: tuple[str, ...]
+    hints: Hints
     at: float
     """Time of the arrival, by the records' clock."""
 
@@ -113,14 +125,12 @@ class PromptRecords:
         # Records by tenant and id, of each tenant the oldest first; no tenant without a record.
         self._kept: dict[str, OrderedDict[str, _Kept]] = {}
 
-    def add(
-        self, name: str, tenant: str, session: str | None, record: PromptRecord, ignored: tuple[str, ...] = ()
-    ) -> None:
-        """Keep the prompt of an answer's id, and the names of the request's fields without effect."""
+    def add(self, name: str, tenant: str, session: str | None, record: PromptRecord, hints: Hints = NO_HINTS) -> None:
+        """Keep the prompt of an answer's id, and what became of the request's hints."""
         if name in self._own(tenant):
             self._forget(tenant, name)
         self._num_added += 1
-        kept = _Kept(name, tenant, self._num_added, session, record, ignored, self._clock())
+        kept = _Kept(name, tenant, self._num_added, session, record, hints, self._clock())
         self._kept.setdefault(tenant, OrderedDict())[name] = kept
         self._num_bytes.add(tenant, record.num_bytes)
         while self._num_bytes.total > self._budget_bytes:
@@ -146,7 +156,7 @@ class PromptRecords:
         asks. An administrator sees other tenants' prompts without their texts."""
         kept = self._find(name, tenant)
         if kept is None:
-            return {"prefix": None, "ignored": None}
+            return {"prefix": None, "ignored": None, "applied": None}
         # The records may change while a thread compares, so it gets a list of its own.
         later_first = reversed(self._kept[kept.tenant].values())
         earlier = [*islice((each for each in later_first if each.number < kept.number), MOST_LOOKED_AT)]
@@ -155,7 +165,7 @@ class PromptRecords:
         prefix = None if found is None else found.explained(choices)
         if prefix is not None and kept.tenant != tenant.name:
             prefix = {field: None if field in TEXTS else value for field, value in prefix.items()}
-        return {"prefix": prefix, "ignored": kept.ignored}
+        return {"prefix": prefix, "ignored": kept.hints.ignored, "applied": kept.hints.applied}
 
     async def doctor(self, tenant: str, misses: Iterable[Miss]) -> Json:
         """What costs the tenant's prompts of the last hour their hits, of those that are still here. `misses`: the

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -34,6 +34,8 @@ class ReadingFacts:
     """Format in which the model writes calls."""
     has_reasoning: bool = False
     """True if the model writes reasoning between tags."""
+    effort_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Limits of the reasoning by effort, for chat templates that do not tell efforts apart."""
     chat_templates_in_requests: bool = False
     rules: BodyRules = NO_RULES
     uses_predictions: bool = False

@@ -14,7 +14,7 @@ from typing import Any, cast
 from raydix.engine.api.context_edits import edited
 from raydix.engine.api.conversations import naming, parse_conversations
 from raydix.engine.api.openai_responses.conversations import resolved
-from raydix.engine.api.reasoning import effort_arguments, with_lead, with_limit
+from raydix.engine.api.reasoning import with_effort, with_lead, with_limit
 from raydix.engine.api.routes import parse
 from raydix.engine.api.spec import ChatMessage, GenerationSpec, Prompt, ToolUse, max_tokens_for, require_token_ids
 from raydix.engine.api.tokenization import detokenize_body, parse_detokenize, parse_tokenize, tokenize_body
@@ -71,6 +71,7 @@ class Reader:
         self._lengths = TextLengths(tokenizer, facts.model.max_model_len)
         table = tokenizer.token_bytes(skip_special_tokens=False) if facts.has_reasoning else None
         self._tag_pieces = tag_pieces(table or (), [tag.encode() for tag in REASONING_TAGS])
+        self._effort_tokens = facts.effort_tokens if self._can_limit() else {}
 
     def answer(self, request: Work) -> "Reading | list[Reading] | TokenIds | bytes | Grammar":
         """Return the outcome of `read`, `read_all`, `next_turn`, `check`, `tokenize` or `detokenize` for this request;
@@ -86,6 +87,11 @@ class Reader:
         if isinstance(request, Conversations):
             return self.read_all(request)
         return self.read(request)
+
+    def _can_limit(self) -> bool:
+        """True if reasoning can be made to end: its tags are tokens of their own."""
+        tags = (self._tokenizer.encode(tag, add_special_tokens=False) for tag in REASONING_TAGS)
+        return self._facts.has_reasoning and all(len(ids) == 1 for ids in tags)
 
     def parse(self, request: Work) -> GenerationSpec | NextTurn | TokenRequest | GrammarQuestion | Conversations:
         """Return the request of a body. Raises RequestError naming the field at fault."""
@@ -170,11 +176,7 @@ class Reader:
             spec = resolved(spec)
         if spec.reasoning.effort is not None:
             source = spec.template.source or self._tokenizer.chat_template
-            arguments = effort_arguments(spec.reasoning, source, has_reasoning=self._facts.has_reasoning)
-            # A client's own arguments go before those made of the effort.
-            template = replace(spec.template, arguments={**arguments, **spec.template.arguments})
-            ignored = () if arguments or spec.reasoning.effort == "none" else (spec.reasoning.param,)
-            spec = replace(spec, template=template, ignored=(*spec.ignored, *ignored))
+            spec = with_effort(spec, source, self._effort_tokens, has_reasoning=self._facts.has_reasoning)
         if spec.tools is not None:
             spec = self._with_calls(spec)
         shows_special_tokens = not (spec.form.skip_special_tokens or spec.form.spaces_between_special_tokens)

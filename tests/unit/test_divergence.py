@@ -17,7 +17,7 @@ import pytest
 from raydix.engine.api.anthropic.requests import parse_messages
 from raydix.engine.core.divergence import PartKind, PromptPart, PromptRecord, Reason, divergence, num_common
 from raydix.engine.core.tenants import EVERYONE, Tenant, Tenants, key_hash
-from raydix.engine.serving.prompt_records import PromptRecords
+from raydix.engine.serving.prompt_records import Hints, PromptRecords
 from raydix.engine.serving.reader_work import Reading
 from raydix.engine.serving.reading import Reader
 from tests.unit.ingress import Replica, Served, body_of, call
@@ -392,22 +392,25 @@ def test_a_schema_with_a_large_number_is_served(served: Served, value: Any) -> N
     assert answer["diagnostics"]["cache_miss_reason"]["part"] is None
 
 
+NOTHING = {"prefix": None, "ignored": None, "applied": None}
+
+
 def test_explain_finds_the_earlier_prompt_by_itself() -> None:
     records = PromptRecords(text_of)
     before, now = of_volatile(random.Random(5))
     others = [("other", "b", now), ("far", "a", chat(random.Random(6)))]
     for name, tenant, body in [*others, ("one", "a", before), ("two", "a", now)]:
-        records.add(name, tenant, None, record(body), ("speed",))
+        records.add(name, tenant, None, record(body), Hints(("speed",), ("effort:limit:9",)))
     blocks = [{"source": "local", "hit": True, "count": 2}, {"source": "diverged", "hit": False, "count": 9}]
     attempt = {"blocks": blocks, "prefill_worker": "w", "candidates": [{"worker": "w", "compute_s": 2.0}]}
     own, admin = Tenant("a"), Tenant("b", is_admin=True)
     known = asyncio.run(records.explained("two", own, [{"id": "x", "attempts": [attempt]}]))
     prefix = known["prefix"]
-    assert isinstance(prefix, dict) and known["ignored"] == ("speed",)
+    assert isinstance(prefix, dict) and (known["ignored"], known["applied"]) == (("speed",), ("effort:limit:9",))
     assert (prefix["previous"], prefix["reason"]) == ("one", "volatile")
     assert prefix["lost_tokens"] > 0 and 0 < prefix["lost_s"] <= 2.0
-    assert asyncio.run(records.explained("two", Tenant("b"), [])) == {"prefix": None, "ignored": None}
-    assert asyncio.run(records.explained("gone", own, [])) == {"prefix": None, "ignored": None}
+    assert asyncio.run(records.explained("two", Tenant("b"), [])) == NOTHING
+    assert asyncio.run(records.explained("gone", own, [])) == NOTHING
     # An administrator sees why, and no text of another tenant.
     other = asyncio.run(records.explained("two", admin, [{"id": "x", "attempts": [attempt]}]))["prefix"]
     assert isinstance(other, dict) and prefix["text_before"]

@@ -140,7 +140,14 @@ def rows() -> list[Any]:
 @pytest.fixture
 def explanation() -> dict[str, Any]:
     choices = [{"id": "b-0", "attempts": [DECISION.as_json()]}]
-    return {"id": ROW["id"], "object": "request.explanation", "choices": choices, "prefix": None, "ignored": None}
+    return {
+        "id": ROW["id"],
+        "object": "request.explanation",
+        "choices": choices,
+        "prefix": None,
+        "ignored": None,
+        "applied": None,
+    }
 
 
 @contextmanager
@@ -254,10 +261,12 @@ def test_why_says_where_the_prompt_left_the_one_before(
 ) -> None:
     explanation["prefix"] = {"reason": "volatile", "part": "system", "token_index": 1812, "lost_tokens": 9216}
     explanation["ignored"] = ["user", "store"]
+    explanation["applied"] = ["reasoning_effort:thinking_token_budget:512"]
     assert main(["why", "--url", url]) == 0
-    prefix, ignored = capsys.readouterr().out.splitlines()[-2:]
+    prefix, ignored, applied = capsys.readouterr().out.splitlines()[-3:]
     assert prefix == "left the prompt before in system at token 1,812: volatile; 9,216 tokens behind it were lost"
     assert ignored == "fields without effect: user, store"
+    assert applied == "hints that became something else: reasoning_effort:thinking_token_budget:512"
 
 
 def test_the_doctor_lists_what_costs_most(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,10 +308,10 @@ def test_texts_of_a_server_command_no_terminal(
     attempt["blocks"] = [{"source": CONTROL, "hit": True, "count": 1}]
     explanation["choices"] = [{"id": CONTROL, "attempts": [attempt]}]
     explanation["prefix"] = {"reason": CONTROL, "part": CONTROL, "token_index": 0, "lost_tokens": 0}
-    explanation["ignored"] = [CONTROL]
+    explanation["ignored"] = explanation["applied"] = [CONTROL]
     assert main(["why", "--url", url]) == 0
     shown = capsys.readouterr().out
-    assert shown.count(PLAIN) == 8 and "\x1b" not in shown
+    assert shown.count(PLAIN) == 9 and "\x1b" not in shown
 
     told = FINDING | {"reason": CONTROL, "advice": CONTROL}
     told["example"] = dict.fromkeys(("id", "previous", "part", "text_before", "previous_text", "text"), CONTROL)

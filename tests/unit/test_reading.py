@@ -929,17 +929,20 @@ def test_the_tokenizer_is_described() -> None:
     assert info.added_tokens_decoder["2"].content == "<|im_end|>" and info.added_tokens_decoder["2"].special
 
 
-def test_an_effort_that_the_template_does_not_know_is_refused_if_the_model_reasons() -> None:
+def test_a_low_effort_that_nothing_can_act_on_is_refused_if_the_model_reasons() -> None:
+    """The default model's tokenizer has no tokens for the tags, so that no limit can be enforced."""
+
     def read(by: Reader, **fields: str) -> Reading:
         return by.read(GenerateRequest.model_validate({"messages": [USER], **fields}).spec())
 
     plain = read(reader())
-    for effort in ("none", "high"):
+    for effort in ("none", "low", "high"):
         assert read(reader(), reasoning_effort=effort).chat == plain.chat, "the model does not reason"
-    reasoning = Reader(replace(facts(), has_reasoning=True), reader()._tokenizer)
+    reasoning = Reader(replace(facts(), has_reasoning=True, effort_tokens={"low": 9}), reader()._tokenizer)
     assert read(reasoning, reasoning_effort="none").chat == plain.chat
+    assert read(reasoning, reasoning_effort="high").spec.ignored == ("reasoning_effort",)
     with pytest.raises(RequestError) as caught:
-        read(reasoning, reasoning_effort="high")
+        read(reasoning, reasoning_effort="low")
     assert caught.value.param == "reasoning_effort"
 
 

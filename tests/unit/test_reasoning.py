@@ -12,18 +12,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raydix.engine.api.generate import GenerateRequest
-from raydix.engine.api.reasoning import effort_arguments, with_lead
+from raydix.engine.api.reasoning import effort_arguments, with_effort, with_lead
 from raydix.engine.api.requests import parse_chat
-from raydix.engine.api.spec import ReasoningUse
+from raydix.engine.api.spec import GenerationSpec, ReasoningUse
 from raydix.engine.core.answers.lead import Lead
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.ingress.cluster_view import ModelFacts
 from raydix.engine.core.ingress.parsers.reasoning import ReasoningParser, begins_inside, ends_reasoning
+from raydix.engine.core.tenants import EVERYONE
 from raydix.engine.core.types import AdmitRequest, FinishReason, Grammar, GrammarKind
 from raydix.engine.serving.reader_work import ReadingFacts
 from raydix.engine.serving.reading import Reader
 from raydix.engine.serving.served_model import ServedModel
-from tests.unit.ingress import CONTEXT, END, MODEL, VOCAB, LetterTokenizer, Replica
+from tests.unit.ingress import (
+    CONTEXT,
+    END,
+    MODEL,
+    VOCAB,
+    LetterTokenizer,
+    Replica,
+    Served,
+    body_of,
+    call,
+    objects_of,
+)
+from tests.unit.served_app import app
 
 THOUGHT = "<think>\nLet me see.\n</think>\n\nIt is noon."
 TOOLS = [{"type": "function", "function": {"name": "clock"}}]
@@ -185,18 +198,62 @@ def test_the_handle_gives_reasoning() -> None:
 
 
 def test_an_effort_is_a_variable_of_the_template() -> None:
-    assert effort_arguments(ReasoningUse(effort="low"), "{{ reasoning_effort }}") == {"reasoning_effort": "low"}
-    assert effort_arguments(ReasoningUse(effort="low"), "{{ enable_thinking }}") == {"enable_thinking": True}
-    assert effort_arguments(ReasoningUse(effort="none"), "{{ enable_thinking }}") == {"enable_thinking": False}
+    assert effort_arguments("low", "{{ reasoning_effort }}") == {"reasoning_effort": "low"}
+    assert effort_arguments("low", "{{ enable_thinking }}") == {"enable_thinking": True}
+    assert effort_arguments("none", "{{ enable_thinking }}") == {"enable_thinking": False}
     for effort in ("xhigh", "max"):
-        assert effort_arguments(ReasoningUse(effort=effort), "{{ reasoning_effort }}") == {"reasoning_effort": effort}
-        assert effort_arguments(ReasoningUse(effort=effort), "{{ enable_thinking }}") == {"enable_thinking": True}
-    assert effort_arguments(ReasoningUse(effort="none"), "") == {}
-    assert effort_arguments(ReasoningUse(effort="high"), "", has_reasoning=False) == {}
-    known = effort_arguments(ReasoningUse(effort="high"), "{{ reasoning_effort }}", has_reasoning=False)
-    assert known == {"reasoning_effort": "high"}, "a template that asks is told in any case"
-    with pytest.raises(RequestError) as caught:
-        effort_arguments(ReasoningUse(effort="high", param="reasoning.effort"), "")
+        assert effort_arguments(effort, "{{ reasoning_effort }}") == {"reasoning_effort": effort}
+        assert effort_arguments(effort, "{{ enable_thinking }}") == {"enable_thinking": True}
+    assert effort_arguments("none", "") == {}
+
+
+ON, LEVELS, NEITHER = "{{ enable_thinking }}", "{{ reasoning_effort }}", ""
+
+
+def settled(template: str, *, has_reasoning: bool = True, **asked: Any) -> GenerationSpec:
+    """A chat's request once its effort acts, where `low` has a limit of 9 tokens, and nothing else has one."""
+    spec = GenerationSpec(kind="chat", reasoning=ReasoningUse(**asked))
+    found = with_effort(spec, template, {"low": 9}, has_reasoning=has_reasoning)
+    assert with_effort(found, template, {"low": 9}, has_reasoning=has_reasoning) == found, "it may be read once more"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "limit", "ignored", "applied"),
+    [
+        (LEVELS, {"effort": "low"}, None, (), ()),
+        (ON, {"effort": "low"}, 9, (), ("reasoning_effort:thinking_token_budget:9",)),
+        (NEITHER, {"effort": "low"}, 9, (), ("reasoning_effort:thinking_token_budget:9",)),
+        (NEITHER, {"effort": "low", "param": "x", "is_hint": True}, 9, (), ("x:thinking_token_budget:9",)),
+        (NEITHER, {"effort": "none"}, None, (), ()),
+        (NEITHER, {"effort": None}, None, (), ()),
+        (ON, {"effort": "high"}, None, (), ()),
+        (NEITHER, {"effort": "high"}, None, ("reasoning_effort",), ()),
+        (NEITHER, {"effort": "medium", "is_hint": True}, None, ("reasoning_effort",), ()),
+        (NEITHER, {"effort": "low", "max_tokens": 5}, 5, ("reasoning_effort",), ()),
+        (ON, {"effort": "low", "max_tokens": 5}, 5, (), ()),
+    ],
+)
+def test_an_effort_limits_reasoning_where_the_template_does_not_tell_efforts_apart(
+    template: str, asked: dict[str, Any], limit: int | None, ignored: tuple[str, ...], applied: tuple[str, ...]
+) -> None:
+    found = settled(template, **asked)
+    assert (found.reasoning.max_tokens, found.ignored, found.applied) == (limit, ignored, applied)
+    if applied:
+        assert found.reasoning.limit_param == asked.get("param", "reasoning_effort"), "errors name the client's field"
+
+
+def test_an_effort_of_a_model_without_reasoning_has_no_effect() -> None:
+    for effort in ("low", "medium", "high"):
+        found = settled(NEITHER, has_reasoning=False, effort=effort)
+        assert (found.reasoning.max_tokens, found.ignored) == (None, ("reasoning_effort",))
+    told = settled(LEVELS, has_reasoning=False, effort="high")
+    assert told.template.arguments == {"reasoning_effort": "high"}, "a template that asks is told in any case"
+
+
+def test_a_lower_effort_that_nothing_can_act_on_is_refused() -> None:
+    with pytest.raises(RequestError, match="'reasoning.effort' of 'medium' is not supported") as caught:
+        settled(NEITHER, effort="medium", param="reasoning.effort")
     assert caught.value.param == "reasoning.effort"
 
 
@@ -256,6 +313,46 @@ def test_the_reader_knows_the_reasoning_of_its_model_alone() -> None:
         read = reader.read(GenerateRequest.model_validate(CHAT).spec())
         assert read.spec.sampling.grammar == replace(plain, lead=lead)
         assert reader.read(read.spec).spec == read.spec, "a chat is read again once its ids are known"
+
+
+class TaggedTokenizer(LetterTokenizer):
+    """Has tokens of their own for the tags, and a chat template that knows no effort."""
+
+    chat_template = "{{ messages }}"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return {"<think>": [2], "</think>": [3]}.get(text) or super().encode(text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_effort_that_became_a_limit_is_named(served: Served, stream: bool) -> None:
+    """In the response's header, in the log and in `explain`; the answer's reasoning ends there."""
+    made = replica("<think>abcdefgh")
+    facts = ReadingFacts(ServedModel(MODEL, CONTEXT, VOCAB), Path(), special_tokens_in_messages=False)
+    reader = Reader(replace(facts, has_reasoning=True, effort_tokens={"low": 5}), TaggedTokenizer())
+    read = made.reader.read
+
+    async def limited(request: Any, size: int, tenant: str = "") -> Any:
+        reading = await read(request, size, tenant)
+        return replace(reading, spec=reader.read(reading.spec).spec)
+
+    made.reader.read = limited  # type: ignore[method-assign]
+    named = "reasoning_effort:thinking_token_budget:5"
+
+    async def run() -> None:
+        body = body_of("chat", reasoning_effort="low", stream=stream)
+        reply = await call(app, "POST", "/v1/chat/completions", body)
+        assert reply.status == 200 and reply.headers["x-raydix-applied"] == named
+        [generation] = made.dispatcher.begun
+        limit = generation.sampling.reasoning_limit
+        assert limit is not None and (limit.num_tokens, limit.closing_id) == (5, 3)
+        answer_id = objects_of(reply.body)[0]["id"] if stream else reply.json["id"]
+        explained = await made.records.explained(answer_id, EVERYONE, [])
+        assert (explained["applied"], explained["ignored"]) == ((named,), ())
+        reply = await call(app, "POST", "/v1/chat/completions", body_of("chat", stream=stream))
+        assert reply.status == 200 and "x-raydix-applied" not in reply.headers
+
+    served(made, run)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -14,7 +14,7 @@ from raydix.actors.ingress.frontend import Frontend
 from raydix.actors.ingress.http import (
     EventStreamResponse,
     SlicedResponse,
-    ignored_header,
+    hint_headers,
     json_response,
     label_header,
     objective_headers,
@@ -80,7 +80,7 @@ async def compact(request: Request) -> Response:
     body = await here.body_of(request)
     compaction = here.frontend.compaction
     job = await while_connected(request, compaction.of_body(body, request.state.tenant, _headers(request)))
-    return json_response(compaction.body(job), headers=ignored_header(job.spec.ignored))
+    return json_response(compaction.body(job), headers=hint_headers(job.spec))
 
 
 async def response(request: Request, response_id: str) -> Response:
@@ -188,7 +188,7 @@ async def answer(request: Request) -> Response:
             refusing(request),
             stream.close,
             wire=lambda: stream.renderer.wire,
-            headers=ignored_header(job.spec.ignored) | own,
+            headers=hint_headers(job.spec) | own,
             is_paused=lambda: stream.job.is_paused,
         )
     if job.begins_anew:
@@ -228,7 +228,7 @@ async def _in_background(request: Request, job: Job) -> Response:
     now, or with its stream."""
     # Also where the client leaves meanwhile: a response that is kept is generated.
     shown, listener = await replica(request).frontend.background.begin(job)
-    headers = ignored_header(job.spec.ignored)
+    headers = hint_headers(job.spec)
     if job.spec.form.stream:
         return EventStreamResponse(listener.events(), refusing(request), headers=headers)
     return json_response(shown, headers=headers)
@@ -249,7 +249,7 @@ async def _whole(
         with frontend.all_accounted(jobs):
             await while_connected(request, collect())
         made = await body()
-        headers = ignored_header(jobs[0].spec.ignored) | dict(headers)
+        headers = hint_headers(jobs[0].spec) | dict(headers)
         if isinstance(made, bytes):
             return json_response(made, headers=headers)
         # The room for the answers goes with the response, which gives it back when the last slice is sent.
