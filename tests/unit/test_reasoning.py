@@ -252,7 +252,7 @@ def test_an_effort_of_a_model_without_reasoning_has_no_effect() -> None:
 
 
 def test_a_lower_effort_that_nothing_can_act_on_is_refused() -> None:
-    with pytest.raises(RequestError, match="'reasoning.effort' of 'medium' is not supported") as caught:
+    with pytest.raises(RequestError, match="of 'medium' is not supported") as caught:
         settled(NEITHER, effort="medium", param="reasoning.effort")
     assert caught.value.param == "reasoning.effort"
 
