@@ -155,6 +155,22 @@ class AdaptersClient:
         return _sent(self.handle.unload_adapter.remote(name))
 
 
+class ReportsClient:
+    """What a manager tells of its decisions and of the cache, for those who look."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle: Any = handle
+
+    def explain(self, name: str, tenant: str | None) -> Awaitable[list[dict[str, object]]]:
+        return _sent(self.handle.explain.remote(name, tenant))
+
+    def misses(self, tenant: str, period_s: float) -> Awaitable[list[Miss]]:
+        return _sent(self.handle.misses.remote(tenant, period_s))
+
+    def cache_report(self, tenant: str, is_admin: bool) -> Awaitable[dict[str, Any]]:
+        return _sent(self.handle.cache_report.remote(tenant, is_admin))
+
+
 class SuccessionClient:
     """What one manager leaves to the next (`raydix.actors.manager.succession`)."""
 
@@ -178,7 +194,8 @@ class ManagerClient(ActorClient):
 
     def __init__(self, handle: Handle) -> None:
         super().__init__(handle)
-        self.loaded = AdaptersClient(handle)
+        self.loaded_adapters = AdaptersClient(handle)
+        self.reports = ReportsClient(handle)
 
     def reconfigure(
         self,
@@ -233,20 +250,11 @@ class ManagerClient(ActorClient):
     def settle(self, ingress_id: str, first_tokens: Sequence[FirstToken], ended: Sequence[Ended]) -> Awaitable[None]:
         return _sent(self.handle.settle.remote(ingress_id, first_tokens, ended))
 
-    def explain(self, name: str, tenant: str | None) -> Awaitable[list[dict[str, object]]]:
-        return _sent(self.handle.explain.remote(name, tenant))
-
-    def misses(self, tenant: str, period_s: float) -> Awaitable[list[Miss]]:
-        return _sent(self.handle.misses.remote(tenant, period_s))
-
-    def cache_report(self, tenant: str, is_admin: bool) -> Awaitable[dict[str, Any]]:
-        return _sent(self.handle.cache_report.remote(tenant, is_admin))
+    def trace(self, seconds: float) -> Awaitable[Recorded]:
+        return _sent(self.handle.trace.remote(seconds))
 
     def events_since(self, sequence: int | None) -> Awaitable[CacheUpdate]:
         return _sent(self.handle.events_since.remote(sequence))
-
-    def trace(self, seconds: float) -> Awaitable[Recorded]:
-        return _sent(self.handle.trace.remote(seconds))
 
     def reset_cache(self) -> Awaitable[dict[str, int]]:
         return _sent(self.handle.reset_cache.remote())

@@ -60,7 +60,7 @@ class AdapterOperations:
             raise RequestError(str(error), param="lora_path") from None
         in_place, limit = request.load_inplace, self._limits.max_loaded
         refusal = await self._manager.ask(
-            lambda manager: manager.loaded.load_adapter(adapter, limit, in_place=in_place), timeout_s=LOAD_S
+            lambda manager: manager.loaded_adapters.load_adapter(adapter, limit, in_place=in_place), timeout_s=LOAD_S
         )
         if refusal is not None:
             raise RequestError(refusal, param="lora_name")
@@ -78,7 +78,9 @@ class AdapterOperations:
             raise RequestError(
                 f"'{name}' is a name of the configuration, which alone can take it away.", param="lora_name"
             )
-        if not await self._manager.ask(lambda manager: manager.loaded.unload_adapter(name), timeout_s=UNLOAD_S):
+        if not await self._manager.ask(
+            lambda manager: manager.loaded_adapters.unload_adapter(name), timeout_s=UNLOAD_S
+        ):
             raise NotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name")
         return f"Success: LoRA adapter '{name}' removed successfully."
 

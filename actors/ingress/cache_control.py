@@ -54,7 +54,7 @@ class CacheOperations:
         """
         name = name_in(request_id)
         asking = None if tenant.is_admin else tenant.name
-        choices = await self._manager.ask(lambda manager: manager.explain(name, asking))
+        choices = await self._manager.ask(lambda manager: manager.reports.explain(name, asking))
         if not choices:
             raise NotFoundError(f"No request '{request_id}' is remembered.", param="id")
         known = await self._records.explained(request_id, tenant, choices)
@@ -63,7 +63,7 @@ class CacheOperations:
     async def report(self, tenant: Tenant) -> Json:
         """State of the cache with the tenant's own use and prefixes. An administrator also sees the use of every tenant
         and the cache's contents, but only prefixes of its own: prefixes are text of prompts."""
-        report = await self._manager.ask(lambda manager: manager.cache_report(tenant.name, tenant.is_admin))
+        report = await self._manager.ask(lambda manager: manager.reports.cache_report(tenant.name, tenant.is_admin))
         for prefix in report["hottest_prefixes"]:
             prefix["preview"] = self._decode(prefix.pop("token_ids"))
         return report
@@ -82,7 +82,7 @@ class CacheOperations:
         # Without the manager the texts still tell what changes, though not what it costs.
         misses: list[Miss] = []
         with suppress(ServiceError):
-            misses = await self._manager.ask(lambda manager: manager.misses(tenant, PERIOD_S))
+            misses = await self._manager.ask(lambda manager: manager.reports.misses(tenant, PERIOD_S))
         return await self._records.doctor(tenant, misses)
 
     async def reset(self) -> Json:

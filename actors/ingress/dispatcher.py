@@ -190,7 +190,7 @@ class Dispatcher:
         self._again: list[str] = []  # paused requests that are to ask again
         self._is_flush_due = False
         self._is_starting_worker = False
-        self._retry = _Alarm(self._tick)
+        self._retry = _Alarm(lambda: self._carry_out(self._dispatch.tick(time.monotonic())))
         self._background = Background()
         self._process = own_process(runtime.own_node())
         self._quiet = _QuietWorkers(self._dispatch, runtime, self._background)
@@ -356,10 +356,6 @@ class Dispatcher:
         if self._again:
             names, self._again = self._again, []
             self._background.start(self._ask_again(names))
-
-    def _tick(self) -> None:
-        """Have requests admitted again that are due."""
-        self._carry_out(self._dispatch.tick(time.monotonic()))
 
     # The manager
 

@@ -106,7 +106,7 @@ class Registrar:
     async def _register(self, manager: ManagerClient) -> bool:
         """Introduce this worker to a manager, which may refuse it; the reason is logged once."""
         # Before the introduction: a worker is given requests of every adapter from its registration on.
-        refusal = await self._adapters.catch_up(await manager.loaded.adapters() or ())
+        refusal = await self._adapters.catch_up(await manager.loaded_adapters.adapters() or ())
         if refusal is None:
             refusal = await manager.register(await self._introduce(), self._own_handle())
         if refusal is not None and refusal != self.refused_for:

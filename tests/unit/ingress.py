@@ -344,7 +344,7 @@ class FakeLink(ManagerLink):
 
 class Memory(ManagerClient):
     def __init__(self, kept: dict[bytes, Any], responses: ResponseStore, now: float) -> None:
-        self.loaded = cast(Any, self)  # one double for both
+        self.loaded_adapters = self.reports = cast(Any, self)  # one double for all
         self._kept = kept
         self._responses = responses
         self._now = now

@@ -7,7 +7,7 @@ import pytest
 
 from raydix.actors.manager.client_memory import ClientMemory
 from raydix.actors.manager.kv_cache_manager import KVCacheManager
-from raydix.actors.rpc import ActorClient, AdaptersClient, ManagerClient, SuccessionClient, WorkerClient
+from raydix.actors.rpc import ActorClient, AdaptersClient, ManagerClient, ReportsClient, SuccessionClient, WorkerClient
 from raydix.actors.worker.worker import Worker
 from raydix.engine.serving.answer_keeper import AnswerKeeper
 
@@ -15,6 +15,7 @@ PAIRS: Sequence[tuple[type, type]] = (
     (Worker, WorkerClient),
     (KVCacheManager, ManagerClient),
     (KVCacheManager, AdaptersClient),
+    (KVCacheManager, ReportsClient),
     (KVCacheManager, SuccessionClient),
 )
 METHODS = [
