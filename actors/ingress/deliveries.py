@@ -38,4 +38,6 @@ class Deliveries:
             count = "" if delivery.num_tokens == 1 else f" and {delivery.num_tokens - 1} more"
             name = f"token {delivery.position + 1}{count}"
             about = {"position": delivery.position, "tokens": delivery.num_tokens}
-            self._recorder.add([Span(delivery.request_id, name, delivery.since, seconds, about)])
+            self._recorder.add(
+                [Span(delivery.request_id, name, started_at=delivery.since, seconds=seconds, about=about)]
+            )

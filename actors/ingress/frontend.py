@@ -113,7 +113,11 @@ class Frontend:
         self.rendering = parts.rendering
         self._answer_room = parts.answer_room
         self.compaction = Compaction(
-            parts.preparation, parts.output, self.accounted, parts.reader, parts.dispatcher.prepare
+            preparation=parts.preparation,
+            output=parts.output,
+            accounted=self.accounted,
+            reader=parts.reader,
+            prepare=parts.dispatcher.prepare,
         )
         self._renderers = parts.renderers
         self._tasks = Background()

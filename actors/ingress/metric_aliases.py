@@ -103,7 +103,9 @@ def aliases(families: Iterable[MetricFamily], model: str) -> list[MetricFamily]:
 def _alias(family: MetricFamily, alias: Alias, more: tuple[str, str]) -> MetricFamily:
     named = ((_labels(alias, labels, more), value) for labels, value in family.values.items())
     values = {labels: value for labels, value in named if labels is not None}
-    return MetricFamily(alias.theirs, family.kind, family.description, values, family.bounds)
+    return MetricFamily(
+        alias.theirs, kind=family.kind, description=family.description, values=values, bounds=family.bounds
+    )
 
 
 @lru_cache(MAX_KEPT)

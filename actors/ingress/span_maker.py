@@ -63,7 +63,13 @@ class SpanMaker:
         status = _ERROR if "error.type" in whole.about else _UNSET
         yield self._made(whole, context, above, ahead_s, status=status)
         for part in parts:
-            below = SpanContext(context.trace_id, new_id(), False, context.trace_flags, context.trace_state)
+            below = SpanContext(
+                context.trace_id,
+                new_id(),
+                is_remote=False,
+                trace_flags=context.trace_flags,
+                trace_state=context.trace_state,
+            )
             yield self._made(part, below, context, ahead_s)
 
     def _made(
@@ -97,4 +103,4 @@ def _ns(at: float) -> int:
 def _span_context(context: TraceContext, *, is_remote: bool = False) -> SpanContext:
     state = TraceState.from_header([context.state]) if context.state else None
     flags = _SAMPLED if context.is_sampled else _NOT_SAMPLED
-    return SpanContext(context.trace_id, context.span_id, is_remote, flags, state)
+    return SpanContext(context.trace_id, context.span_id, is_remote=is_remote, trace_flags=flags, trace_state=state)

@@ -36,13 +36,15 @@ def note_admission(recorder: Recorder, request: AdmitRequest, admission: Admissi
         about["blocks"] = dict(admission.expected.blocks)
     if request.avoided:
         about["avoided"] = list(request.avoided)
-    recorder.add([Span(ADMISSIONS, request.request_id, began_at, at - began_at, about)])
+    recorder.add([Span(ADMISSIONS, request.request_id, started_at=began_at, seconds=at - began_at, about=about)])
 
 
 def note_refusal(recorder: Recorder, request: AdmitRequest, why: str, began_at: float, at: float) -> None:
     """Record that a request was not placed: it waits, is late, or there is no worker."""
     about = {"why": why, "attempt": request.attempt, "tokens": request.num_tokens}
-    recorder.add([Span(ADMISSIONS, f"{request.request_id} {why}", began_at, at - began_at, about)])
+    recorder.add(
+        [Span(ADMISSIONS, f"{request.request_id} {why}", started_at=began_at, seconds=at - began_at, about=about)]
+    )
 
 
 def note_instruction(
@@ -54,7 +56,7 @@ def note_instruction(
 ) -> None:
     """Record what a worker or the disk was told, and how long it took where that is known."""
     row, name, about = _told(instruction)
-    recorder.add([Span(row, name, began_at, seconds, {**about, **more})])
+    recorder.add([Span(row, name, started_at=began_at, seconds=seconds, about={**about, **more})])
 
 
 def _told(instruction: Instruction) -> tuple[str, str, dict[str, object]]:

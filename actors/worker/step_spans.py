@@ -20,24 +20,24 @@ def spans_of_step(result: "StepResult") -> Iterator[Span]:
         return
     shape, began, took = result.shape, result.started_at, result.step_s
     name = f"{shape.num_prefill_tokens} prompt tokens, {shape.num_decodes} decodes"
-    yield Span(STEPS, name, began, took, {"drafted": shape.num_draft_tokens})
+    yield Span(STEPS, name, started_at=began, seconds=took, about={"drafted": shape.num_draft_tokens})
     for chunk in result.chunks:
         about = {"from": chunk.start, "tokens": chunk.num_tokens}
-        yield Span(chunk.request.request_id, _name(chunk), began, took, about)
+        yield Span(chunk.request.request_id, _name(chunk), started_at=began, seconds=took, about=about)
         # The first part: for a free place, and where another worker computed the prompt, for its KV.
         request = chunk.request
         if chunk.start == request.num_cached_tokens:
             waited_s = max(0.0, began - request.submitted_at)
-            yield Span(request.request_id, "waiting", request.submitted_at, waited_s, {})
+            yield Span(request.request_id, "waiting", started_at=request.submitted_at, seconds=waited_s, about={})
 
 
 def span_of_export(header: SegmentHeader, at: float) -> Span:
     """A segment that is on its way to the manager, or that a request is handed over with."""
     about: dict[str, object] = {"blocks": len(header.hashes), "bytes": header.num_bytes}
     if header.handover is None:
-        return Span(TRANSFERS, "export", at, 0.0, about)
+        return Span(TRANSFERS, "export", started_at=at, seconds=0.0, about=about)
     name = header.handover.request_id
-    return Span(TRANSFERS, "hand over", at, 0.0, {**about, "request": name}, transfer=name)
+    return Span(TRANSFERS, "hand over", started_at=at, seconds=0.0, about={**about, "request": name}, transfer=name)
 
 
 def _name(chunk: "ScheduledChunk") -> str:
@@ -52,7 +52,9 @@ def span_of_import(header: SegmentHeader, report: ImportReport, started_at: floa
     """A segment that came, or did not."""
     about: dict[str, object] = {"blocks": len(header.hashes), "bytes": header.num_bytes, "fate": report.fate.name}
     if header.handover is None:
-        return Span(TRANSFERS, "import", started_at, seconds, about)
+        return Span(TRANSFERS, "import", started_at=started_at, seconds=seconds, about=about)
     name = header.handover.request_id
     about["request"] = name
-    return Span(TRANSFERS, "take over", started_at, seconds, about, transfer=name, is_arrival=True)
+    return Span(
+        TRANSFERS, "take over", started_at=started_at, seconds=seconds, about=about, transfer=name, is_arrival=True
+    )

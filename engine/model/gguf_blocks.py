@@ -54,7 +54,7 @@ def _of_32(blocks: Tensor, bits: int, zero: int, numbers: Tensor, *, has_least: 
     """Blocks of one group: its scale, and where there is a least value (added, and so negative here) that one, too."""
     scales = _halves(blocks, 0)
     return GroupedWeight(
-        groups=Groups(bits, 32, 32, zero, has_least),
+        groups=Groups(bits, size=32, super=32, zero=zero, has_least=has_least),
         numbers=_rows(numbers),
         scales=scales,
         factors=torch.ones(scales.shape, dtype=torch.int8),

@@ -93,7 +93,9 @@ def _whole(job: Job, ended_at: float) -> LifeSpan:
     }
     moments = (moment for each in generations[:MOST_CHOICES] for moment in _changes_of(each))
     about = {name: value for name, value in (asked | answered | own).items() if value is not None}
-    return LifeSpan(f"{operation} {job.head.model}", job.arrived_at, ended_at, about, tuple(moments))
+    return LifeSpan(
+        f"{operation} {job.head.model}", began_at=job.arrived_at, ended_at=ended_at, about=about, moments=tuple(moments)
+    )
 
 
 def _reading(job: Job) -> Iterator[LifeSpan]:

@@ -36,13 +36,17 @@ class Tile:
 
 
 # For up to FEW_ROWS rows, where the time is that of reading the weight: by its columns and by its rows' length.
-NARROW = Tile(64, 32, 128, 4, 5)
-DEEP = Tile(64, 32, 256, 4, 4)
-SHALLOW = Tile(64, 64, 128, 4, 4)
+NARROW = Tile(64, 32, 128, num_warps=4, num_stages=5)
+DEEP = Tile(64, 32, 256, num_warps=4, num_stages=4)
+SHALLOW = Tile(64, 64, 128, num_warps=4, num_stages=4)
 # For more rows, the largest first.
-LARGE = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 128, 64, 4, 5)
+LARGE = (
+    Tile(128, 256, 64, num_warps=8, num_stages=3),
+    Tile(128, 128, 64, num_warps=8, num_stages=4),
+    Tile(64, 128, 64, num_warps=4, num_stages=5),
+)
 # For rows that the copy engine cannot read, since their length is no multiple of 16 bytes.
-UNALIGNED = Tile(64, 64, 64, 4, 3)
+UNALIGNED = Tile(64, 64, 64, num_warps=4, num_stages=3)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -231,4 +235,4 @@ def _large_tile(num_tokens: int, out_features: int, num_multiprocessors: int) ->
 def _only_tile(half: bool, out_features: int) -> Tile:
     """The tile for any number of rows where its shape may show in the bits."""
     block_n = 128 if half and out_features >= WIDE else 64
-    return Tile(64, block_n, 64 if half else 32, 4, 4 if half else 2)
+    return Tile(64, block_n, 64 if half else 32, num_warps=4, num_stages=4 if half else 2)

@@ -58,4 +58,11 @@ def allowance_headers(allowance: Allowance, now: float) -> Mapping[str, str]:
 
 
 PING = named_event("ping", b'{"type":"ping"}')
-ANTHROPIC = WireFormat(error_body, error_event, PING, MessageError, allowance_headers, _STATUSES)
+ANTHROPIC = WireFormat(
+    error_body=error_body,
+    error_event=error_event,
+    waiting=PING,
+    error=MessageError,
+    allowance=allowance_headers,
+    statuses=_STATUSES,
+)
