@@ -352,8 +352,8 @@ class ExplainedPrefix(Shape):
     previous: str = Field(description="Id of the earlier answer.")
     reason: str | None = Field(
         description="`system_changed`, `tools_changed`, `tools_reordered`, `keys_reordered`, `volatile`, "
-        "`message_edited`, `reasoning_left_out`, `white_space`, `shorter_than_a_block`, `another_salt`, `not_found` or "
-        "`template`; null where the prompt goes on from the earlier one, and was hit."
+        "`message_edited`, `branch`, `reasoning_left_out`, `white_space`, `shorter_than_a_block`, `another_salt`, "
+        "`not_found` or `template`; null where the prompt goes on from the earlier one, and was hit."
     )
     token_index: int | None = Field(description="Of the first other token.")
     part: str | None = Field(description="The first other part: `system`, `tools[2]`, `messages[5]`.")

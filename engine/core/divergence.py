@@ -19,6 +19,11 @@ SHOWN = 160  # characters of a text that is shown
 SLACK = 24  # characters at the end of a window that are not compared: another token may have cut them otherwise
 DIGEST_BYTES = 8
 COMPARED_AT_ONCE = 4096  # tokens
+RUN = 24  # tokens in a row that two texts have in common by more than a chat template and the frame of tools in JSON
+LEAST_LOST = 48  # tokens behind a parting below which nothing is said of it
+# Share of the shorter rest behind a parting below which two prompts are not taken for almost the same.
+LEAST_SHARE = 0.4
+SEED = 8  # tokens in a row by which a run is found
 
 
 class PartKind(StrEnum):
@@ -40,6 +45,8 @@ class Reason(StrEnum):
     VOLATILE = "volatile"
     """A date, a time, a counter or an id differs, and nothing else around it."""
     MESSAGE_EDITED = "message_edited"
+    BRANCH = "branch"
+    """Another conversation with the same beginning, or another question in the same one: nothing was lost."""
     REASONING_LEFT_OUT = "reasoning_left_out"
     WHITE_SPACE = "white_space"
     SHORTER_THAN_A_BLOCK = "shorter_than_a_block"
@@ -135,14 +142,51 @@ def num_common(one: "array[int]", other: "array[int]") -> int:
     return start + bisect_left(ends, 1, key=lambda end: one[start:end] != other[start:end])
 
 
+def num_lost(previous: PromptRecord, now: PromptRecord, common: int) -> int:
+    """Number of tokens behind the first `common` ones that both prompts have; 0 where they are so few that the prompt
+    asks something else: other prompts with the same instructions somewhere behind do not almost match."""
+    rests = previous.token_ids[common:], now.token_ids[common:]
+    again = num_again(*rests)
+    return again if again >= max(now.block_size, LEAST_LOST, LEAST_SHARE * min(map(len, rests))) else 0
+
+
+def num_again(previous: "array[int]", now: "array[int]") -> int:
+    """Number of tokens of `previous` that lie in runs of at least `RUN` which are also in `now`, wherever. Each run of
+    `RUN + SEED` is found, and of shorter ones some are not; of a text that `previous` repeats, the first."""
+    there: dict[bytes, int] = {}
+    for start in range(0, len(previous) - SEED + 1, SEED):
+        there.setdefault(previous[start : start + SEED].tobytes(), start)
+    is_found = bytearray(len(previous))
+    counted = at = 0
+    while at <= len(now) - SEED:
+        seed = there.get(now[at : at + SEED].tobytes())
+        if seed is None:
+            at += 1
+            continue
+        begin, before = at, seed
+        while begin > counted and before > 0 and now[begin - 1] == previous[before - 1]:
+            begin, before = begin - 1, before - 1
+        end = at + num_common(previous[seed:], now[at:])
+        # Shorter runs are the frame that templates and JSON put around any text. A longer frame, as of tools, repeats
+        # itself, and counts once.
+        if end - begin >= RUN:
+            is_found[before : before + end - begin] = b"\1" * (end - begin)
+            counted = end
+        at = end
+    return sum(is_found)
+
+
 def divergence(
     previous: PromptRecord,
     now: PromptRecord,
     text_of: Callable[[Sequence[int]], str],
     cached_tokens: int | None = None,
+    *,
+    goes_on: bool = False,
 ) -> Divergence | None:
     """Where and why `now` did not hit all of `previous`; None where it did. `cached_tokens`: those of `now` that were
-    found, None if that is not known."""
+    found, None if that is not known. `goes_on`: the client says that `now` goes on from `previous`; without, it may be
+    a branch."""
     if previous.salt != now.salt:
         return Divergence(Reason.ANOTHER_SALT, 0)
     common = num_common(previous.token_ids, now.token_ids)
@@ -153,9 +197,10 @@ def divergence(
     texts = [text_of(each.token_ids[common : common + WINDOW]) for each in (previous, now)]
     at = _first_other(previous, now, texts)
     part = None if at is None else (now.parts[at] if at < len(now.parts) else previous.parts[at])
+    is_branch = at is not None and not goes_on and _is_branch(previous, now, at, common)
     index = None if part is None or at is None else sum(each.kind is part.kind for each in now.parts[:at])
     return Divergence(
-        reason=_reason(previous, now, at, before, *texts),
+        reason=Reason.BRANCH if is_branch else _reason(previous, now, at, before, *texts),
         token_index=common,
         part=None if part is None else part.kind,
         part_index=index,
@@ -175,6 +220,20 @@ def _first_other(previous: PromptRecord, now: PromptRecord, texts: Sequence[str]
     whole = next((index for index, (was, is_) in enumerate(pairs) if was.digest != is_.digest), None)
     is_written = plain is None or _has_reasoning(texts[0]) != _has_reasoning(texts[1])
     return whole if whole is not None and is_written else plain
+
+
+def _is_branch(previous: PromptRecord, now: PromptRecord, at: int, common: int) -> bool:
+    """True if a prompt that parts from an earlier one in the part `at`, behind `common` tokens, has nothing behind it
+    that the earlier one has, too: another conversation, or another question at the same place."""
+    rests = previous.parts[at:], now.parts[at:]
+    if any(part.kind is not PartKind.MESSAGE for rest in rests for part in rest):
+        return False
+    # The last message of the earlier prompt was changed, and then the conversation went on.
+    if len(rests[0]) == 1 < len(rests[1]):
+        return False
+    # A short message that is in both says as much as a long one that is in both with some other words.
+    is_there = not {part.plain for part in rests[0]}.isdisjoint(part.plain for part in rests[1])
+    return not is_there and not num_lost(previous, now, common)
 
 
 def _of_equal(common: int, block_size: int, cached_tokens: int | None) -> Divergence | None:

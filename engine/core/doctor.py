@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from raydix.engine.core.divergence import Divergence, PromptRecord, Reason, divergence, num_common
+from raydix.engine.core.divergence import Divergence, PromptRecord, Reason, divergence, num_common, num_lost
 
 PERIOD_S = 3600.0  # age of the oldest prompts of a report
 DAY_S = 86_400.0
@@ -21,11 +21,6 @@ SHORTEST_S = 60.0  # prompts of less time than this are not extrapolated to a da
 MOST_PROMPTS = 2048
 MOST_TOKENS = 1 << 22  # tokens of the prompts of a report: the latest ones
 MOST_FINDINGS = 20
-RUN = 24  # tokens in a row that two texts have in common by more than a chat template and the frame of tools in JSON
-LEAST_LOST = 48  # tokens behind a parting below which nothing is said of it
-# Share of the shorter rest behind a parting below which two prompts are not taken for almost the same.
-LEAST_SHARE = 0.4
-SEED = 8  # tokens in a row by which a run is found
 
 # Sources of missing blocks (`raydix.engine.core.manager.explain.BlockSource`) that are reasons of their own.
 EVICTED, LOST, RECOMPUTED, NO_STATE = "evicted", "lost", "recomputed", "no_state"
@@ -43,6 +38,7 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         Reason.KEYS_REORDERED: "Write JSON with its keys in the same order each time, such as sorted.",
         Reason.MESSAGE_EDITED: "Put what differs behind what stays, and append a correction rather than change or "
         "take away an earlier message.",
+        Reason.BRANCH: "Nothing needs to change: the prompt asks something else.",
         Reason.REASONING_LEFT_OUT: "Send reasoning back as it came, or choose a chat template that keeps it, if later "
         "turns are long.",
         Reason.WHITE_SPACE: "Send texts back as they came: the words are the same with other spaces.",
@@ -159,14 +155,12 @@ class _Doctor:
             reason = miss.source if miss.source in (EVICTED, LOST) else Reason.NOT_FOUND
             found = Divergence(Reason.NOT_FOUND, miss.num_cached)
             self._add(reason, found, previous, prompt, num_full - miss.num_cached)
-        rests = previous.record.token_ids[common:], prompt.record.token_ids[common:]
-        again = num_again(*rests)
-        # Other prompts with the same instructions somewhere behind are no prompts that almost match.
-        if again >= max(size, LEAST_LOST, LEAST_SHARE * min(map(len, rests))):
+        lost = num_lost(previous.record, prompt.record, common)
+        if lost:
             # What was found is known to be all that could be: only the parting is left to explain.
             parting = divergence(previous.record, prompt.record, self.text_of)
             if parting is not None:
-                self._add(parting.reason, parting, previous, prompt, again)
+                self._add(parting.reason, parting, previous, prompt, lost)
 
     def _add(self, reason: str, found: Divergence, previous: Prompt, prompt: Prompt, num_lost: int) -> None:
         size = prompt.record.block_size
@@ -211,32 +205,6 @@ def report(
         "cached_tokens": sum(miss.num_cached for miss in known) if known or not looked_at else None,
         "findings": [finding.as_json(observed_s) for finding in worst],
     }
-
-
-def num_again(previous: "array[int]", now: "array[int]") -> int:
-    """Number of tokens of `previous` that lie in runs of at least `RUN` which are also in `now`, wherever. Each run of
-    `RUN + SEED` is found, and of shorter ones some are not; of a text that `previous` repeats, the first."""
-    there: dict[bytes, int] = {}
-    for start in range(0, len(previous) - SEED + 1, SEED):
-        there.setdefault(previous[start : start + SEED].tobytes(), start)
-    is_found = bytearray(len(previous))
-    counted = at = 0
-    while at <= len(now) - SEED:
-        seed = there.get(now[at : at + SEED].tobytes())
-        if seed is None:
-            at += 1
-            continue
-        begin, before = at, seed
-        while begin > counted and before > 0 and now[begin - 1] == previous[before - 1]:
-            begin, before = begin - 1, before - 1
-        end = at + num_common(previous[seed:], now[at:])
-        # Shorter runs are the frame that templates and JSON put around any text. A longer frame, as of tools, repeats
-        # itself, and counts once.
-        if end - begin >= RUN:
-            is_found[before : before + end - begin] = b"\1" * (end - begin)
-            counted = end
-        at = end
-    return sum(is_found)
 
 
 def _latest(prompts: Sequence[Prompt], now: float) -> list[Prompt]:

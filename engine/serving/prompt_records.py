@@ -12,7 +12,7 @@ import orjson
 
 from raydix.engine.api.responses import Json, name_in
 from raydix.engine.api.spec import ChatMessage, GenerationSpec
-from raydix.engine.core.divergence import Divergence, PartKind, PromptPart, PromptRecord, divergence, num_common
+from raydix.engine.core.divergence import Divergence, PartKind, PromptPart, PromptRecord, Reason, divergence, num_common
 from raydix.engine.core.doctor import Miss, Prompt, report
 from raydix.engine.core.shares import Shares
 from raydix.engine.core.tenants import Tenant
@@ -37,10 +37,14 @@ class Diagnosis:
     previous: PromptRecord | None
     now: PromptRecord
     text_of: Callable[[Sequence[int]], str]
+    is_named: bool
+    """The client says that the prompt goes on from the earlier one; otherwise this was the nearest one."""
 
     def divergence(self, cached_tokens: int | None) -> Divergence | None:
         """Where and why the prompt left the earlier one, given the tokens of it that were found."""
-        return None if self.previous is None else divergence(self.previous, self.now, self.text_of, cached_tokens)
+        if self.previous is None:
+            return None
+        return divergence(self.previous, self.now, self.text_of, cached_tokens, goes_on=self.is_named)
 
     def cache_miss(self, cached_tokens: int) -> Json | None:
         """The reason in Anthropic's form, with more beside it; None for a prompt that was hit."""
@@ -70,7 +74,7 @@ class Diagnosis:
         candidates = cast(Sequence[Mapping[str, Any]], decision.get("candidates", ()))
         worker = next((each for each in candidates if each["worker"] == decision.get("prefill_worker")), None)
         found = self.divergence(cached) if decision else self.divergence(None)
-        missed = 0 if found is None else self.missed_tokens(cached)
+        missed = 0 if found is None or found.reason is Reason.BRANCH else self.missed_tokens(cached)
         num_computed = max(1, len(self.now.token_ids) - cached)
         return {
             "previous": self.previous_id,
@@ -149,7 +153,7 @@ class PromptRecords:
     def diagnosis(self, previous_id: str, tenant: Tenant, now: PromptRecord) -> Diagnosis:
         """A prompt beside that of an earlier answer of the same tenant."""
         kept = self._own(tenant.name).get(previous_id)
-        return Diagnosis(previous_id, None if kept is None else kept.record, now, self._text_of)
+        return Diagnosis(previous_id, None if kept is None else kept.record, now, self._text_of, is_named=True)
 
     async def explained(self, name: str, tenant: Tenant, choices: Sequence[Json]) -> Json:
         """What is known of the prompt of an answer's id beside the manager's decisions about it, for the tenant that
@@ -202,7 +206,9 @@ class PromptRecords:
             is_related = is_session or common >= kept.record.block_size
             if is_related and (best is None or (is_same_salt, common, is_session) > best):
                 best, found = (is_same_salt, common, is_session), other
-        return None if found is None else Diagnosis(found.name, found.record, kept.record, self._text_of)
+        return (
+            None if found is None else Diagnosis(found.name, found.record, kept.record, self._text_of, is_named=False)
+        )
 
     def check_integrity(self) -> None:
         """Assert that the memory is the records' and within the budget."""

@@ -163,6 +163,21 @@ def of_message(rng: random.Random) -> Pair:
     return before, now
 
 
+def of_branch(rng: random.Random) -> Pair:
+    """A new chat beside the earlier one, whose first question is the first other text; or an old question asked in
+    other words, or the last one, and perhaps an answer to it."""
+    before = chat(rng)
+    now = deepcopy(before)
+    kind = rng.choice(["new", "longer", "earlier", "again"])
+    if kind in ("new", "longer"):
+        now["messages"] = chat(rng)["messages"][: 1 if kind == "new" else None]
+    else:
+        questions = range(0, len(now["messages"]), 2)
+        at = rng.choice(questions[1:-1]) if kind == "earlier" else questions[-1]
+        now["messages"] = [*now["messages"][:at], {"role": "user", "content": sentence(rng, 20)}]
+    return before, now
+
+
 def of_space(rng: random.Random) -> Pair:
     before = chat(rng)
     now = goes_on(rng, before)
@@ -228,6 +243,7 @@ MADE: dict[Reason, Callable[[random.Random], Pair]] = {
     Reason.KEYS_REORDERED: of_keys,
     Reason.VOLATILE: of_volatile,
     Reason.MESSAGE_EDITED: of_message,
+    Reason.BRANCH: of_branch,
     Reason.REASONING_LEFT_OUT: of_reasoning,
     Reason.WHITE_SPACE: of_space,
     Reason.SHORTER_THAN_A_BLOCK: of_short,
@@ -300,6 +316,35 @@ def test_the_place_is_the_first_other_token_with_the_texts_around_it() -> None:
     assert one.token_ids[found.token_index] != other.token_ids[found.token_index]
     assert found.before.endswith("Today is 2026-11-2")
     assert found.previous.startswith("7. ") and found.now.startswith("8. ")
+
+
+def test_a_new_question_is_a_branch_and_an_edit_is_none() -> None:
+    rng = random.Random(7)
+    before = chat(rng)
+    [*_, last] = before["messages"]
+
+    def reason(changed: dict[str, Any], **given: Any) -> Reason | None:
+        found = divergence(record(before), record(changed), text_of, **given)
+        return None if found is None else found.reason
+
+    fresh = {**before, "messages": [{"role": "user", "content": "What is 17 + 4?"}]}
+    assert reason(fresh) is Reason.BRANCH
+    assert reason(fresh, goes_on=True) is Reason.MESSAGE_EDITED, "the client says that it goes on"
+    # The last message, and then the conversation goes on: the edit is what cost the hit.
+    edited = goes_on(rng, {**before, "messages": [*before["messages"][:-1], {**last, "content": sentence(rng, 20)}]})
+    assert reason(edited) is Reason.MESSAGE_EDITED
+    # A short message that comes again behind an edited one.
+    short = [
+        {"role": "user", "content": "First."},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "On."},
+    ]
+    before = {**before, "messages": short}
+    assert reason({**before, "messages": [{"role": "user", "content": "Second."}, *short[1:]]}) is Reason.MESSAGE_EDITED
+    # One long message that differs at its beginning alone, as of requests without a conversation.
+    text = sentence(rng, 300)
+    before = {**before, "messages": [{"role": "user", "content": f"For Ann: {text}"}]}
+    assert reason({**before, "messages": [{"role": "user", "content": f"To Bob: {text}"}]}) is Reason.MESSAGE_EDITED
 
 
 def test_reasoning_that_no_template_writes_is_not_the_reason() -> None:

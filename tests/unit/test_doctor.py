@@ -9,20 +9,8 @@ from typing import Any
 
 import pytest
 
-from raydix.engine.core.divergence import PromptRecord, Reason
-from raydix.engine.core.doctor import (
-    ADVICE,
-    EVICTED,
-    LOST,
-    NO_STATE,
-    RECOMPUTED,
-    RUN,
-    SEED,
-    Miss,
-    Prompt,
-    num_again,
-    report,
-)
+from raydix.engine.core.divergence import RUN, SEED, PromptRecord, Reason, num_again
+from raydix.engine.core.doctor import ADVICE, EVICTED, LOST, NO_STATE, RECOMPUTED, Miss, Prompt, report
 from raydix.engine.core.manager.explain import BlockSource, Decision, Decisions, Eviction
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from raydix.engine.serving.prompt_records import PromptRecords

@@ -122,6 +122,8 @@ const ADVICE = {
   tools_changed: ["Other tools", "Keep them for the whole session."],
   tools_reordered: ["The same tools in another order", "Sort them."],
   message_edited: ["An earlier message was changed or taken away", "Append a correction instead."],
+  branch: ["Another question, or another conversation with the same beginning", "Nothing needs to change."],
+  keys_reordered: ["The same JSON with its keys in another order", "Write it with sorted keys."],
   white_space: ["The same words with other white space", "Send back texts as they came."],
   reasoning_left_out: ["Reasoning was left out", "Most chat templates do this to earlier answers; nothing needs to change."],
   template: ["The same parts, written otherwise", "Keep the options of the chat template and the choice of tools."],
