@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # an optional extra
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.sdk.trace.export import SpanExporter
 
+    from raydix.actors.ingress.span_maker import Unmade
+
 logger = logging.getLogger(__name__)
 
 SERVICE = "raydix"
@@ -48,14 +50,19 @@ class Telemetry:
     """Makes the spans of one replica's requests, and passes them on to a processor of OpenTelemetry's."""
 
     def __init__(
-        self, processor: "SpanProcessor", replica_id: str, clock: Callable[[], float] = time.monotonic
+        self,
+        exporter: "SpanExporter",
+        replica_id: str,
+        clock: Callable[[], float] = time.monotonic,
+        processor: "Callable[[SpanExporter], SpanProcessor] | None" = None,
     ) -> None:
-        """`clock` is that of the jobs' times."""
+        """`clock` is that of the jobs' times. `processor` has an exporter send the spans: in batches, if not given."""
         from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVICE_VERSION, Resource
         from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-        from raydix.actors.ingress.span_maker import SpanMaker
+        from raydix.actors.ingress.span_maker import MakingExporter, SpanMaker
 
         # The environment's resource attributes and service name go before these, as users expect.
         named = Resource.create().attributes.get(SERVICE_NAME)
@@ -63,8 +70,9 @@ class Telemetry:
         own = {SERVICE_NAME: name, SERVICE_VERSION: version("raydix"), SERVICE_INSTANCE_ID: replica_id}
         # A provider of its own, not the process' global one: Ray has that.
         self._provider = TracerProvider(resource=Resource.create(own), shutdown_on_exit=False)
-        self._maker = SpanMaker(self._provider.resource, InstrumentationScope(SERVICE, version("raydix")))
-        self._processor = processor
+        scope, new_id = InstrumentationScope(SERVICE, version("raydix")), self._provider.id_generator.generate_span_id
+        self._maker = SpanMaker(self._provider.resource, scope, new_id)
+        self._processor = (processor or BatchSpanProcessor)(MakingExporter(exporter, self._maker))
         self._clock = clock
         self._ahead_s = time.time() - clock()  # the wall's clock minus `clock`
 
@@ -94,9 +102,11 @@ class Telemetry:
         if status:
             facts["http.response.status_code"] = status
         if context.is_sampled:
-            span = LifeSpan(f"{method} {route}", began_at, self._clock(), facts)
+            spans = (LifeSpan(f"{method} {route}", began_at, self._clock(), facts),)
             has_failed = status >= FAILED_STATUS
-            self._processor.on_end(self._maker.of_server(span, context, parent, self._ahead_s, has_failed=has_failed))
+            self._hand_over(
+                self._maker.unmade(spans, context, parent, self._ahead_s, is_server=True, has_failed=has_failed)
+            )
 
     # Requests of any kind
 
@@ -114,11 +124,13 @@ class Telemetry:
             return
         own = self.begin(job.trace, job.spec.kind)
         if own.is_sampled:
-            for span in self._maker.of_life(life_of(job, self._clock()), own, job.trace, self._ids, self._ahead_s):
-                self._processor.on_end(span)
+            life = life_of(job, self._clock())
+            has_failed = "error.type" in life[0].about
+            self._hand_over(self._maker.unmade(life, own, job.trace, self._ahead_s, has_failed=has_failed))
 
-    def _ids(self) -> int:
-        return self._provider.id_generator.generate_span_id()
+    def _hand_over(self, spans: "Unmade") -> None:
+        # A processor looks at the context and no further; `MakingExporter` has the rest.
+        self._processor.on_end(spans)  # type: ignore[arg-type]
 
     def now(self) -> float:
         """The time of `clock`."""
@@ -212,8 +224,6 @@ def telemetry_of(
     named = (environment[name] for name in PROTOCOLS if environment.get(name))
     protocol: str = settings.otlp_protocol or next(named, "")
     try:
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
         exporter = _exporter(settings.otlp_endpoint, is_grpc=protocol == "grpc")
     except ImportError as error:
         if settings.otlp_endpoint is None:
@@ -221,7 +231,7 @@ def telemetry_of(
             logger.warning("no spans are sent: %s; %s", error, EXTRA, extra=about("telemetry_off", reason=str(error)))
             return None
         raise StartupError(f"observability.otlp_endpoint needs packages that are not installed: {EXTRA}") from None
-    return Telemetry(BatchSpanProcessor(exporter), replica_id)
+    return Telemetry(exporter, replica_id)
 
 
 def _exporter(endpoint: str | None, *, is_grpc: bool) -> "SpanExporter":

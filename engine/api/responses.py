@@ -122,6 +122,8 @@ def total_reasoning(counts: Sequence[int | None]) -> int | None:
 
 def total_usage(usages: Sequence[TokenUsage]) -> TokenUsage:
     """The usage of several prompts together. The `n` choices of one prompt are one usage: it is counted once."""
+    if len(usages) == 1:
+        return usages[0]
     return TokenUsage(
         sum(usage.prompt_tokens for usage in usages),
         sum(usage.completion_tokens for usage in usages),

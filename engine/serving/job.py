@@ -263,4 +263,6 @@ class Job:
 def _usage_of_samples(samples: Sequence[Answer]) -> TokenUsage:
     """Usage of all samples of one prompt, the prompt's as the first sample's."""
     usages = [answer.usage() for answer in samples]
+    if len(usages) == 1:
+        return usages[0]
     return replace(total_usage(usages), prompt_tokens=usages[0].prompt_tokens, cached_tokens=usages[0].cached_tokens)

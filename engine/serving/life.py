@@ -4,7 +4,6 @@ No span has text of a prompt or of an answer: they have names, numbers, and the 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from raydix.engine.core.ingress.generation import AttemptFacts, Generation
@@ -28,8 +27,7 @@ class Moment(NamedTuple):
     about: About
 
 
-@dataclass(frozen=True, slots=True)
-class LifeSpan:
+class LifeSpan(NamedTuple):
     """A part of a request's life, in monotonic time."""
 
     name: str
@@ -56,8 +54,11 @@ def _whole(job: Job, ended_at: float) -> LifeSpan:
     generations = [answer.generation for answer in job.answers]
     sampling = generations[0].sampling
     firsts = [answer.first_token_at for answer in job.answers if answer.first_token_at is not None]
+    num_attempts = 1 + max(each.attempt for each in generations)
     failure = next((each.failure for each in generations if each.failure is not None), None)
-    asked: dict[str, Value | None] = {
+    moments = (moment for each in generations[:MOST_CHOICES] for moment in _changes_of(each))
+    # What is as usual is left out: a collector's encoder takes as long for an attribute as all else here.
+    about: dict[str, Value | None] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": spec.model or job.head.model,
@@ -70,8 +71,6 @@ def _whole(job: Job, ended_at: float) -> LifeSpan:
         "gen_ai.request.seed": spec.seed,
         "gen_ai.request.choice.count": None if spec.n == 1 else spec.n,
         "gen_ai.request.stream": spec.form.stream or None,
-    }
-    answered: dict[str, Value | None] = {
         "gen_ai.response.id": job.head.id,
         "gen_ai.response.model": job.head.model,
         "gen_ai.response.finish_reasons": _finish_reasons(job),
@@ -81,20 +80,16 @@ def _whole(job: Job, ended_at: float) -> LifeSpan:
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
         "gen_ai.usage.reasoning.output_tokens": usage.reasoning_tokens,
         "error.type": None if failure is None else failure.code,
-    }
-    own: dict[str, Value | None] = {
         "raydix.request.id": job.request_id,
         "raydix.tenant": job.tenant.name or None,
         "raydix.outcome": outcome_of(job),
-        # What is as usual is left out: a collector's encoder takes as long for an attribute as all else here.
-        "raydix.attempts": 1 + max(each.attempt for each in generations),
+        "raydix.attempts": num_attempts if num_attempts > 1 else None,
         "raydix.preemptions": sum(each.num_preemptions for each in generations) or None,
         "raydix.accepted_tokens": usage.accepted_tokens or None,
     }
-    moments = (moment for each in generations[:MOST_CHOICES] for moment in _changes_of(each))
-    about = {name: value for name, value in (asked | answered | own).items() if value is not None}
+    known = {name: value for name, value in about.items() if value is not None}
     return LifeSpan(
-        f"{operation} {job.head.model}", began_at=job.arrived_at, ended_at=ended_at, about=about, moments=tuple(moments)
+        f"{operation} {job.head.model}", began_at=job.arrived_at, ended_at=ended_at, about=known, moments=tuple(moments)
     )
 
 
@@ -102,8 +97,7 @@ def _reading(job: Job) -> Iterator[LifeSpan]:
     """The time until the first choice was to be admitted; none of a request that ended before."""
     begun = [at for answer in job.answers if (at := _first_attempt(answer.generation).begun_at)]
     if begun:
-        about: dict[str, Value] = {"raydix.process": "ingress", "raydix.tokens": job.usage().prompt_tokens}
-        yield LifeSpan("read", job.arrived_at, max(job.arrived_at, min(begun)), about)
+        yield LifeSpan("read", job.arrived_at, max(job.arrived_at, min(begun)), {"raydix.process": "ingress"})
 
 
 def _first_attempt(generation: Generation) -> AttemptFacts:
@@ -138,7 +132,8 @@ def _parts_of(job: Job, answer: Answer, ended_at: float) -> Iterator[LifeSpan]:
         if len(job.answers) > 1:
             common["raydix.choice"] = answer.index
         for part in _parts_of_attempt(attempt, end, generation):
-            yield LifeSpan(part.name, part.began_at, max(part.began_at, part.ended_at), part.about | common)
+            part.about.update(common)
+            yield part if part.ended_at >= part.began_at else part._replace(ended_at=part.began_at)
 
 
 def _parts_of_attempt(attempt: AttemptFacts, end: float, generation: Generation) -> Iterator[LifeSpan]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,7 +59,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Collector:
 
 
 def telemetry(collector: Collector, **options: Any) -> Telemetry:
-    return Telemetry(SimpleSpanProcessor(collector), "replica", **options)
+    return Telemetry(collector, "replica", processor=SimpleSpanProcessor, **options)
 
 
 def replica_with(collector: Collector, **options: Any) -> Replica:
@@ -286,7 +287,8 @@ def test_a_killed_worker_is_an_event_of_its_request(scene: Scene, collector: Col
 def test_a_replica_that_serve_stops_sends_its_last_spans(served: Served, collector: Collector) -> None:
     """By what Serve calls around the life of an application, and a processor that would send in an hour."""
     replica = Replica()
-    replica.frontend.telemetry = Telemetry(BatchSpanProcessor(collector, schedule_delay_millis=3_600_000), "replica")
+    in_an_hour = partial(BatchSpanProcessor, schedule_delay_millis=3_600_000)
+    replica.frontend.telemetry = Telemetry(collector, "replica", processor=in_an_hour)
 
     async def live() -> None:
         at_serve: Any = SimpleNamespace()  # Python itself would end an instance of the class, a second time
@@ -304,7 +306,7 @@ def test_a_collector_that_takes_nothing_is_waited_for_only_so_long(caplog: pytes
     takes = threading.Event()
     silent: Any = SimpleNamespace(shutdown=takes.wait)
     try:
-        asyncio.run(Telemetry(silent, "replica").close(limit_s=0.001))
+        asyncio.run(Telemetry(Collector(), "replica", processor=lambda _: silent).close(limit_s=0.001))
     finally:
         takes.set()
     assert "the collector did not take the last spans within 0.001 s" in caplog.text
