@@ -1,7 +1,7 @@
 """Locks the Python packages: `uvx --with packaging python k8s/lock/update.py [cpu] [gpu] [constraints]` writes cpu.txt
 and gpu.txt beside this file and constraints.txt in the repository's root, or some of them, anew.
 
-uv resolves pyproject.toml for Python 3.12. Of each package the one wheel stays that pip takes on the image's machine.
+uv resolves pyproject.toml, with the extras that an operator may turn on, for Python 3.12. Of each package the one wheel stays that pip takes on the image's machine.
 
 * The CPU image has Debian 12 or newer, on x86-64 and arm64. torch and triton are left out: PyTorch's CPU builds lie in
   an index of their own, which the Dockerfile lets uv find, and the C++ kernels take triton's place.
@@ -24,6 +24,7 @@ from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import parse_wheel_filename
 
 FOLDER = Path(__file__).parent
+EXTRAS = ("otel",)  # of pyproject.toml, in both images: what is no key of a configuration would need another image
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def resolved(name: str, machine: str) -> list[dict[str, Any]]:
     """The packages that uv takes for an image on a machine, with their wheels."""
     image = IMAGES[name]
     command = ["uv", "pip", "compile", "../../pyproject.toml", f"{name}.in", "--quiet", "--format", "pylock.toml"]
+    command += [option for extra in EXTRAS for option in ("--extra", extra)]
     command += ["--python-version", "3.12", "--python-platform", f"{machine}-manylinux_2_{image.glibc}"]
     done = subprocess.run([*command, *image.options], cwd=FOLDER, stdout=subprocess.PIPE, text=True, check=True)
     packages: list[dict[str, Any]] = tomllib.loads(done.stdout)["packages"]

@@ -27,9 +27,11 @@ def locked(path: Path) -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-def wanted() -> list[Requirement]:
+def wanted(*extras: str) -> list[Requirement]:
+    """What the project depends on, with some extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [Requirement(text) for text in project["dependencies"]]
+    of_extras = [text for extra in extras for text in project["optional-dependencies"][extra]]
+    return [Requirement(text) for text in (*project["dependencies"], *of_extras)]
 
 
 @pytest.mark.parametrize("path", sorted(LOCK.glob("*.txt"), key=str), ids=lambda path: path.stem)
@@ -44,8 +46,9 @@ def test_every_package_has_hashes(path: Path) -> None:
 
 @pytest.mark.parametrize(("image", "apart"), [("cpu", APART), ("gpu", set())])
 def test_what_the_project_depends_on_is_locked(image: str, apart: set[str]) -> None:
+    """And the exporter of spans, which an operator turns on by a key of the configuration."""
     versions = {name: version for name, (version, _) in locked(LOCK / f"{image}.txt").items()}
-    for requirement in wanted():
+    for requirement in wanted("otel"):
         if requirement.name not in apart:
             assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
 
@@ -80,8 +83,7 @@ def test_constraints_have_every_package_that_make_installs(python: str) -> None:
         canonicalize_name(line.name): str(line.specifier).removeprefix("==") for line in applied
     }
     assert len(versions) == len(applied)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for requirement in wanted() + [Requirement(text) for text in project["optional-dependencies"]["dev"]]:
+    for requirement in wanted("dev"):
         if requirement.name not in APART:
             assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
     assert versions["ray"] == locked(LOCK / "cpu.txt")["ray"][0]
