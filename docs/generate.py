@@ -38,10 +38,9 @@ from raydix.configs.changes import KEYS, ROLE
 from raydix.configs.schema import Config
 from raydix.engine.api.anthropic.requests import MessagesRequest
 from raydix.engine.api.batches import BatchRequest
-from raydix.engine.api.chat_prompts import ChatPromptFields
 from raydix.engine.api.conversations import ConversationsRequest
 from raydix.engine.api.embeddings import EmbeddingsRequest, EmbedRequest, EmbedResponse
-from raydix.engine.api.fields import SamplingFields
+from raydix.engine.api.fields import ChatPromptFields, SamplingFields
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
 from raydix.engine.api.openai_responses.requests import ResponsesRequest
 from raydix.engine.api.openapi import document

@@ -11,8 +11,7 @@ from raydix.actors.ingress.batches import ROUTES, Batches, BatchSettings
 from raydix.actors.ingress.cache_control import CacheOperations
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.cluster_trace import ClusterTrace
-from raydix.actors.ingress.deliveries import Deliveries
-from raydix.actors.ingress.dispatcher import Dispatcher
+from raydix.actors.ingress.dispatcher import Deliveries, Dispatcher
 from raydix.actors.ingress.frontend import Frontend, FrontendParts, ReplicaLimits
 from raydix.actors.ingress.manager_link import ManagerAnswers, ManagerLink
 from raydix.actors.ingress.queue_watch import QueueWatch

@@ -11,17 +11,18 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from raydix.actors.calls import quietly, sleep
-from raydix.actors.ingress.deliveries import Delivery
 from raydix.actors.ingress.manager_link import ManagerLink
+from raydix.actors.metrics import IngressMetrics
 from raydix.actors.names import incarnation_name
 from raydix.actors.processes import ProcessWatch, own_process
 from raydix.actors.rpc import WorkerClient
 from raydix.actors.runtime import Runtime
+from raydix.actors.tracing import Recorder, Span
 from raydix.engine.background import Background, run_detached
 from raydix.engine.core.errors import ServiceError
 from raydix.engine.core.ingress.cluster_view import ModelFacts, Timeouts
@@ -69,6 +70,43 @@ STOPPED_S = 0.25  # a later look means a stopped process; a busy machine delays 
 ADMIT_TIMEOUT_S = 2.0  # a manager that has not placed a request after so long is silent
 SUBMIT_LOST_S = 2.0  # longest wait for the end of the token stream of a worker that did not take requests and is dead
 MEMBERSHIP_TIMEOUT_S = 2.0  # a manager that has not listed its workers after so long is silent
+
+
+class Delivery(NamedTuple):
+    """Tokens that came together. Times are of the monotonic clock."""
+
+    request_id: str
+    position: int
+    """Position of the first of them."""
+    num_tokens: int
+    since: float
+    """Time of the delivery before; of the first one the time of the request's beginning."""
+    at: float
+
+    @property
+    def is_first(self) -> bool:
+        return self.position == 0
+
+
+class Deliveries:
+    """Takes note of each delivery."""
+
+    def __init__(self, metrics: IngressMetrics, recorder: Recorder) -> None:
+        self._metrics = metrics
+        self._recorder = recorder
+
+    def took(self, delivery: Delivery) -> None:
+        """Note a delivery."""
+        seconds = delivery.at - delivery.since
+        if not delivery.is_first:
+            self._metrics.token_gap(seconds)
+        if self._recorder.is_on:
+            count = "" if delivery.num_tokens == 1 else f" and {delivery.num_tokens - 1} more"
+            name = f"token {delivery.position + 1}{count}"
+            about = {"position": delivery.position, "tokens": delivery.num_tokens}
+            self._recorder.add(
+                [Span(delivery.request_id, name, started_at=delivery.since, seconds=seconds, about=about)]
+            )
 
 
 class AdapterTable(Protocol):

@@ -17,8 +17,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from raydix.engine.api.chat_prompts import ChatPromptFields
-from raydix.engine.api.fields import RequestId, SamplingFields
+from raydix.engine.api.fields import ChatPromptFields, RequestId, SamplingFields
 from raydix.engine.api.normal_form import normal_form
 from raydix.engine.api.prompts import Label, Messages, OnePrompt, unicode_text
 from raydix.engine.api.reasoning import ReasoningFields

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
-from raydix.engine.api.chat_prompts import ChatPromptFields
-from raydix.engine.api.fields import RequestId, SamplingFields
+from raydix.engine.api.fields import ChatPromptFields, RequestId, SamplingFields
 from raydix.engine.api.known import (
     KnownChatFields,
     KnownCompletionFields,

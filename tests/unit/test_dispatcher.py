@@ -9,8 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from raydix.actors.ingress import dispatcher
-from raydix.actors.ingress.deliveries import Delivery
-from raydix.actors.ingress.dispatcher import Dispatcher, _Inbox
+from raydix.actors.ingress.dispatcher import Delivery, Dispatcher, _Inbox
 from raydix.actors.ingress.manager_link import Call, ManagerLink
 from raydix.actors.local import LocalRuntime
 from raydix.actors.rpc import ManagerClient, WorkerClient

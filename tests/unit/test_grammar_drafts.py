@@ -17,8 +17,7 @@ from raydix.engine.core.worker.drafts.forms import Choose, FormToken
 from raydix.engine.core.worker.drafts.rows import DraftedRow, Row
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
-from raydix.engine.model.grammar_compiler import GrammarCompiler
-from raydix.engine.model.grammars import Grammars, StepMasks
+from raydix.engine.model.grammars import GrammarCompiler, Grammars, StepMasks
 from raydix.engine.model.matcher import Matcher
 from tests.unit.builders import chain_of
 from tests.unit.test_drafts import CHEAP, repeating

@@ -24,9 +24,8 @@ from raydix.engine.core.worker.step import RunnerOutput, SampledToken, Scheduler
 from raydix.engine.model import grammar_source
 from raydix.engine.model import grammars as grammars_module
 from raydix.engine.model.engine import Engine, StepResult
-from raydix.engine.model.grammar_compiler import GrammarNews
 from raydix.engine.model.grammar_source import GrammarError
-from raydix.engine.model.grammars import Grammars, StepMasks, TimeShare, forbid
+from raydix.engine.model.grammars import GrammarNews, Grammars, StepMasks, TimeShare, forbid
 from raydix.engine.model.loop import EngineLoop
 from raydix.engine.model.matcher import Matcher
 from tests.unit.builders import FINGERPRINT, FakeModel, chain_of
@@ -132,7 +131,7 @@ def test_a_tokenizer_that_cannot_be_used_is_tried_again() -> None:
 
 
 def test_grammars_pushed_out_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raydix.engine.model.grammar_compiler.MAX_COMPILED", 1)
+    monkeypatch.setattr("raydix.engine.model.grammars.MAX_COMPILED", 1)
     grammars = make_grammars()
     for grammar in (ABC, Grammar(GrammarKind.REGEX, "x")):
         grammars.compiler.require(grammar)

@@ -9,8 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generate import metrics_page
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
-from raydix.actors.ingress.deliveries import Deliveries
-from raydix.actors.ingress.dispatcher import Dispatcher
+from raydix.actors.ingress.dispatcher import Deliveries, Dispatcher
 from raydix.actors.ingress.manager_link import ManagerLink
 from raydix.actors.ingress.queue_watch import QueueWatch
 from raydix.actors.instruments import families_of

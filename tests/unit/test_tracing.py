@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError
 
 import raydix.actors.tracing as tracing
 from raydix.actors.ingress.cluster_trace import ClusterTrace, chrome_trace
-from raydix.actors.ingress.deliveries import Deliveries, Delivery
+from raydix.actors.ingress.dispatcher import Deliveries, Delivery
 from raydix.actors.ingress.manager_link import ManagerLink
 from raydix.actors.local import LocalRuntime
 from raydix.actors.manager.decision_spans import note_instruction
