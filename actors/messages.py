@@ -76,8 +76,8 @@ class Registration:
     process: ProcessName | None = None
     adapters: tuple[Adapter, ...] = ()
     """Adapters that were loaded at run time and are in the worker's memory."""
-    moves_blocks: bool = True
-    """False: its blocks are of no use to other workers."""
+    state_bytes: int = 0
+    """Bytes of a recurrent state; 0: its model has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,8 +235,6 @@ def fitting(
         with contextlib.suppress(StartupError):
             other = size_up(alone, model, machine)
             reason = "a model that two workers have no room for: one has it all"
-            if model.recurrent is not None:
-                reason = "a model with recurrent layers, whose states stay in their worker"
             if sizes is None or other.max_model_len > sizes.max_model_len:
                 return (
                     ChosenConfiguration("cpu_mixed", reason),

@@ -137,13 +137,11 @@ def runs_on_gpu(config: Config, section: WorkerSection, machine: Machine) -> boo
 
 
 def _check_recurrent(config: Config, model: ModelConfig, machine: Machine) -> None:
-    """Refuse what a model with recurrent layers cannot have: its states stay in their worker's memory, on a CPU."""
+    """Refuse what a model with recurrent layers cannot have: its states are in the memory of workers on CPUs."""
     sections = config.workers.sections
     why = f"{model.architecture} has recurrent layers, "
     if any(runs_on_gpu(config, section, machine) for section in sections.values()):
         raise StartupError(f"{why}which run on CPUs only: set workers.*.device to cpu")
-    if [*sections] != ["mixed"]:
-        raise StartupError(f"{why}whose states stay in their worker: it runs on mixed workers (--config cpu_mixed)")
     if config.cache.disk_gib:
         raise StartupError(f"{why}whose states are not kept on disk: set cache.disk_gib to 0")
 

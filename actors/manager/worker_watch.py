@@ -81,7 +81,7 @@ class WorkerWatch:
             registration.fingerprint,
             registration.node,
             registration.attempts,
-            moves_blocks=registration.moves_blocks,
+            state_bytes=registration.state_bytes,
         )
         self._processes[worker_id] = registration.process
         client = WorkerClient(handle)

@@ -158,5 +158,5 @@ class Registrar:
             attempts=attempts,
             process=own_process(self._runtime.own_node()),
             adapters=self._adapters.all,
-            moves_blocks=self._engine.pool.states is None,
+            state_bytes=self._engine.exchange.state_bytes,
         )

@@ -39,7 +39,6 @@ from raydix.actors.worker.step_spans import span_of_import, spans_of_step
 from raydix.actors.worker.token_streams import TokenStreams
 from raydix.configs.schema import LoggingSection
 from raydix.engine.background import Background
-from raydix.engine.core.errors import StartupError
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.settings import EngineSettings, SchedulerLimits
 from raydix.engine.core.tenants import Tenant
@@ -133,12 +132,6 @@ class Worker:
         from raydix.engine.model.build import build_engine
 
         self._engine = build_engine(settings, ObjectStoreSwap(runtime), on_tensor)
-        # `raydix serve` refuses such a configuration before it starts anything; a deployment finds it out here.
-        if self._engine.pool.states is not None and role is not Role.MIXED:
-            raise StartupError(
-                f"the model has recurrent layers, whose states stay in their worker: a {role} worker cannot have it, "
-                "only mixed ones (workers.mixed)"
-            )
         self._measurements = Measurements(worker_id, role, self._engine.first_costs)
         self._words: Words | None = None
         self._thread = EngineThread(self._engine, self._hand_out, self._end_process, role)

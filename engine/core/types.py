@@ -316,7 +316,8 @@ class Assignment:
     """Id of the ingress replica that gets the events."""
     salt: Salt = Salt()
     awaited: tuple[BlockHash, ...] = ()
-    """Blocks promised to this worker by others; the request waits for the blocks, but can do without."""
+    """Blocks and recurrent states promised to this worker by others; the request waits for them, but can do
+    without."""
     await_timeout_s: float = 30.0
     """Longest time to wait without the arrival of an awaited block."""
     num_scored: int = 0
@@ -527,6 +528,8 @@ class Admission:
     """The other part."""
     num_known: int = 0
     """Leading blocks of the prompt that the manager knew."""
+    prefill_states: tuple[BlockHash, ...] = ()
+    """Recurrent states that the prefill worker awaits beside its blocks."""
 
     @property
     def expected(self) -> Expected | None:

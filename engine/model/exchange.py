@@ -90,6 +90,11 @@ class Exchange:
         self._imports = imports
         self._fingerprint = fingerprint
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a recurrent state; 0 for a model without them."""
+        return 0 if self.states is None else self.states.state_bytes
+
     def import_segment(self, header: SegmentHeader, payload: Bytes | None, now: float) -> bool:
         """Take a segment's blocks and states into the pool, then its handover; False if the content contradicts the
         header.
@@ -130,7 +135,7 @@ class Exchange:
         return tuple(segments)
 
     def _is_intact(self, header: SegmentHeader, payload: Bytes) -> bool:
-        expected = len(header.hashes) * self.store.block_bytes + len(header.states) * self._state_bytes
+        expected = len(header.hashes) * self.store.block_bytes + len(header.states) * self.state_bytes
         intact = (
             header.fingerprint == self._fingerprint
             and payload.nbytes == expected
@@ -149,7 +154,7 @@ class Exchange:
                 self.store.import_blocks(self._contents_of(incoming, blocks), incoming.blocks)
             if incoming.slots:
                 assert self.states is not None
-                states = payload[blocks.nbytes :].reshape(-1, self._state_bytes)
+                states = payload[blocks.nbytes :].reshape(-1, self.state_bytes)
                 self.states.import_states(states[list(incoming.state_indexes)].reshape(-1), incoming.slots)
             is_filled = True
         except Exception:  # requests that wait for these blocks must go on without them
@@ -175,7 +180,7 @@ class Exchange:
                 payload = _joined(payload, self.states.export_states([slot for _, slot in export.states]))
         finally:
             self._transfers.release(export, now)
-        num_bytes = len(export.blocks) * self.store.block_bytes + len(export.states) * self._state_bytes
+        num_bytes = len(export.blocks) * self.store.block_bytes + len(export.states) * self.state_bytes
         header = SegmentHeader(
             fingerprint=self._fingerprint,
             hashes=export.hashes,
@@ -184,15 +189,11 @@ class Exchange:
             handover=export.handover,
             retention=export.retention,
             states=tuple(state for state, _ in export.states),
-            state_bytes=self._state_bytes,
+            state_bytes=self.state_bytes,
         )
         if isinstance(payload, np.ndarray):
             return ExportedSegment(replace(header, checksum=checksum(payload)), payload)
         return ExportedSegment(header, nothing, payload)
-
-    @property
-    def _state_bytes(self) -> int:
-        return 0 if self.states is None else self.states.state_bytes
 
 
 def _joined(blocks: Bytes | Callable[[], Bytes], states: Bytes) -> Bytes | Callable[[], Bytes]:

@@ -40,9 +40,10 @@ def make_engine(
     store = make_pool(decoder.config, num_blocks, BLOCK_SIZE, torch.bfloat16, decoder.device)
     limits = SchedulerLimits(budget, 16)
     is_recurrent = decoder.config.recurrent is not None
-    runner = make_runner(decoder, store, limits, states=StatePool(decoder.config, NUM_STATES) if is_recurrent else None)
+    states = StatePool(decoder.config, NUM_STATES) if is_recurrent else None
+    runner = make_runner(decoder, store, limits, states=states)
     pool = BlockPool(num_blocks, BLOCK_SIZE, states=States(NUM_STATES) if is_recurrent else None)
-    return Engine(runner, store, pool, limits, max_len, "model", swap_bytes=0, drafter=drafter)
+    return Engine(runner, store, pool, limits, max_len, "model", swap_bytes=0, drafter=drafter, states=states)
 
 
 def ask(name: str, prompt: Sequence[int] = PROMPT) -> Assignment:

@@ -1,6 +1,7 @@
 """Models with recurrent layers find their prefixes in the cache, with and without drafts, and give the same bits."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import DraftLimits, EngineSettings, SchedulerLimits
-from raydix.engine.core.types import TokenEvent
+from raydix.engine.core.types import Stage, TokenEvent
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.model.build import build_engine
 from raydix.engine.model.decoder import Decoder
@@ -84,6 +85,40 @@ def test_chunks_of_any_size_leave_the_same_snapshots(decoder: Decoder, budget: i
     engine = engine_of(decoder, budget=budget)
     assert answer(engine, prompt) == (cold, 0)
     assert answer(engine, prompt) == (cold, (len(prompt) - 1) // 16 * 16)
+
+
+@pytest.mark.parametrize("length", [15, 160, 165])
+def test_prefilled_by_one_engine_and_decoded_by_another(decoder: Decoder, length: int) -> None:
+    """Within a block, and at the end of one."""
+    whole = ask("ours", TEXT[:length])
+    cold, _ = answer(engine_of(decoder), TEXT[:length])
+    prefill, decode = engine_of(decoder, budget=50), engine_of(decoder)
+    prefill.submit(replace(whole, stage=Stage.PREFILL), 0.0)
+    decode.submit(replace(whole, stage=Stage.DECODE), 0.0)
+    assert decode.step(0.0) is None, "it waits for the hand-over"
+    outputs: list[tuple[object, object]] = []
+    while (step := prefill.step(0.0)) is not None:
+        outputs += [(event.token_id, event.logprobs) for event in step.events]
+        for segment in step.segments:
+            assert decode.exchange.import_segment(segment.header, segment.payload, 0.0)
+    while (step := decode.step(0.0)) is not None:
+        assert step.shape.num_prefill_tokens == 0, "nothing of the prompt is computed twice"
+        outputs += [(event.token_id, event.logprobs) for event in step.events]
+    assert outputs == cold
+    for engine in (prefill, decode):
+        engine.scheduler.check_integrity()
+
+
+def test_a_hit_with_another_engine_s_state(decoder: Decoder) -> None:
+    prompt = (*DOCUMENT, *QUESTIONS[64])
+    first, second = engine_of(decoder), engine_of(decoder)
+    cold = answer(first, prompt)
+    segments, missing = first.exchange.export(first.pool.hashes(), 0.0)
+    assert missing == ()
+    for segment in segments:
+        assert len(segment.header.states) > 1
+        assert second.exchange.import_segment(segment.header, segment.payload, 0.0)
+    assert answer(second, prompt) == (cold[0], (len(prompt) - 1) // 16 * 16)
 
 
 def test_a_step_that_fails_once_is_computed_again_from_the_same_states(

@@ -8,13 +8,14 @@ function of the last key, so what a request must answer is known from its prompt
 preempted, imported or taken over.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
-from raydix.engine.core.hashing import BlockChain, root_hash
+from raydix.engine.core.hashing import BlockChain, root_hash, state_hash
 from raydix.engine.core.types import (
     Assignment,
     BlockHash,
@@ -26,6 +27,7 @@ from raydix.engine.core.types import (
     Salt,
     Sampling,
     SegmentHeader,
+    Snapshot,
     Stage,
     TokenEvent,
     TokenLogprobs,
@@ -50,6 +52,7 @@ FINGERPRINT = "test-model/cpu"
 ROOT = root_hash(FINGERPRINT)
 UNSALTED = Salt()
 NO_HINTS = CacheHints()
+NO_STATES: Mapping[tuple[BlockHash, ...], int] = MappingProxyType({})
 VOCAB = 4
 KEY_BYTES = 8
 SUM_BYTES = 12
@@ -355,10 +358,15 @@ def import_blocks(
     hashes: Sequence[BlockHash],
     contents: Sequence[Sequence[int]],
     handover: Handover | None = None,
+    states: Mapping[tuple[BlockHash, ...], int] = NO_STATES,
 ) -> None:
-    """Put blocks of these hashes and keys into the pool as far as there is room, as an import does."""
-    header = SegmentHeader(FINGERPRINT, tuple(hashes), num_bytes=0, checksum=0, handover=handover)
+    """Put blocks of these hashes and keys into the pool as far as there is room, as an import does. `states`: the key
+    before each recurrent state of the segment, by the blocks up to it."""
+    sent = tuple([Snapshot(state_hash(path[-1]), path) for path in states])
+    header = SegmentHeader(FINGERPRINT, tuple(hashes), num_bytes=0, checksum=0, handover=handover, states=sent)
     incoming = scheduler.transfers.take_in(header, 0.0)
     for index, block in zip(incoming.indexes, incoming.blocks, strict=True):
         model.cells[block, : len(contents[index])] = contents[index]
+    for state, slot in zip(incoming.states, incoming.slots, strict=True):
+        model.states[slot] = states[state.path]
     scheduler.transfers.taken_in(incoming, 0.0, is_filled=True)

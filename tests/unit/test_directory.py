@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -9,6 +10,7 @@ import pytest
 
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import NoWorkerError
+from raydix.engine.core.hashing import state_hash
 from raydix.engine.core.manager.cache_report import cache_report
 from raydix.engine.core.manager.directory import PAUSED_WHY, Directory, explained
 from raydix.engine.core.manager.explain import BlockSource, Decision, Eviction
@@ -32,6 +34,7 @@ from raydix.engine.core.types import (
     Paused,
     Role,
     SegmentHeader,
+    Snapshot,
 )
 
 MakeDirectory = Callable[..., Directory]
@@ -1091,3 +1094,52 @@ def test_a_session_stays_at_its_place_while_others_wait(make_directory: MakeDire
     directory.end_request("a1", 0.0)
     admit(directory, "single", *prompt("d", 40))
     assert admit(directory, "a2", *prompt("a", 3))[0].prefill == places["a"]
+
+
+STATE_BYTES = 1000
+
+
+@pytest.fixture
+def with_states(make_directory: MakeDirectory) -> Directory:
+    """Workers of a model with recurrent states: the one that decodes has blocks, and a state behind the second."""
+    directory = make_directory()
+    directory.register("p", Role.PREFILL, 1, 10, (), state_bytes=STATE_BYTES)
+    directory.register("d", Role.DECODE, 1, 10, (A, B, C, state_hash(B)), state_bytes=STATE_BYTES)
+    return directory
+
+
+def test_a_worker_imports_blocks_and_the_state_behind_them(with_states: Directory) -> None:
+    admission, instructions = admit(with_states, "r", A, B, C, D)
+    assert (admission.prefill, admission.prefill_awaited, admission.prefill_states) == ("p", (A, B), (state_hash(B),))
+    assert admission.decode == "d" and admission.decode_awaited == (D,)
+    assert instructions == [Export("d", (A, B, state_hash(B)))]
+    [decision] = with_states.decisions.of("r")["r"]
+    assert decision.runs == (("worker", 2), ("no_state", 1), ("never_seen", 1))
+    # All that is asked for comes in one segment, and goes to the worker that waits; it stays for others.
+    header = SegmentHeader("model", (A, B), 1020, 0, states=(Snapshot(state_hash(B), (A, B)),), state_bytes=STATE_BYTES)
+    assert delivered(with_states.segment_exported("d", 1, header, "ref", 0.0)) == [("p", (A, B))]
+    with_states.remove_worker("d")
+    with_states.check_integrity()
+    again, _ = admit(with_states, "again", A, B, C, D)
+    assert again.prefill_states == (state_hash(B),)
+    assert with_states.decisions.of("again")["again"][0].runs[0] == ("store", 2)
+    # The pool has the blocks already, and lacks the state alone.
+    seal(with_states, "p", A, B)
+    with_states.end_request("again", 0.0)
+    third, _ = admit(with_states, "third", A, B, C, D)
+    assert (third.prefill_awaited, third.prefill_states) == ((), (state_hash(B),))
+    assert with_states.decisions.of("third")["third"][0].runs[0] == ("local", 2)
+    with_states.check_integrity()
+
+
+def test_a_state_that_is_lost_is_awaited_no_longer(with_states: Directory) -> None:
+    admit(with_states, "r", A, B, C)
+    assert fail_export(with_states, "d", state_hash(B)) == [Lost("p", (state_hash(B),))]
+    with_states.check_integrity()
+
+
+def test_a_state_that_costs_more_than_it_saves_stays_where_it_is(with_states: Directory) -> None:
+    with_states.costs = replace(with_states.costs, state_bytes=10**12)
+    admission, instructions = admit(with_states, "r", A, B, C)
+    assert (admission.prefill_awaited, admission.prefill_states, instructions) == ((), (), [])
+    assert with_states.decisions.of("r")["r"][0].runs == (("recomputed", 2), ("no_state", 1))

@@ -1,13 +1,13 @@
 """Workers whose model has recurrent states, with the production actors around them: a manager, an ingress replica."""
 
 import asyncio
+from collections.abc import Mapping
 
 import pytest
 
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.manager.kv_cache_manager import KVCacheManager
 from raydix.actors.names import incarnation_name
-from raydix.engine.core.errors import StartupError
 from raydix.engine.core.manager.block_index import BlockRecord
 from raydix.engine.core.manager.matching import with_states
 from raydix.engine.core.types import Role
@@ -15,7 +15,8 @@ from tests.unit.local_actors import answer_of, make_dispatcher, make_recurrent_e
 from tests.unit.test_data_plane import NUM_TOKENS, Scene, expected
 from tests.unit.waits import until
 
-WORKERS = ("m0", "m1")
+MIXED = {"m0": Role.MIXED, "m1": Role.MIXED}
+SPLIT = {"p": Role.PREFILL, "d": Role.DECODE}
 LONG = (*range(10, 70),)
 
 
@@ -31,29 +32,90 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     return scene
 
 
-async def start(scene: Scene) -> tuple[KVCacheManager, Dispatcher]:
+async def start(scene: Scene, roles: Mapping[str, Role] = MIXED) -> tuple[KVCacheManager, Dispatcher]:
     manager = await scene.local.start_manager()
-    for worker_id in WORKERS:
-        scene.workers[worker_id] = await scene.local.start_worker(Role.MIXED, worker_id)
-    await until(lambda: scene.num_registered(manager) == len(WORKERS))
+    for worker_id, role in roles.items():
+        scene.workers[worker_id] = await scene.local.start_worker(role, worker_id)
+    await until(lambda: scene.num_registered(manager) == len(roles))
     dispatcher = make_dispatcher(scene.local)
     dispatcher.start()
     return manager, dispatcher
 
 
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.ELASTIC])
-def test_states_are_never_handed_over(scene: Scene, role: Role) -> None:
-    async def starting() -> None:
-        await scene.local.start_manager()
-        with pytest.raises(StartupError, match=f"a {role} worker cannot have it, only mixed ones"):
-            await scene.local.start_worker(role, "w")
-
-    asyncio.run(starting())
+async def ask(
+    manager: KVCacheManager, dispatcher: Dispatcher, name: str, prompt: tuple[int, ...], num_tokens: int = NUM_TOKENS
+) -> tuple[int, ...]:
+    """Have one prompt answered; returns it with the answer."""
+    answer = await answer_of(dispatcher, name, prompt, num_tokens)
+    assert answer == expected(prompt, num_tokens)
+    await until(lambda: manager._directory.num_reservations == 0)
+    return (*prompt, *answer)
 
 
 def num_prefilled(scene: Scene) -> int:
     """Tokens of prompts that all workers have computed."""
     return sum(worker._measurements.num_prefill_tokens for worker in scene.workers.values())
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 31, 60])
+def test_states_are_handed_over(scene: Scene, length: int) -> None:
+    """The decode worker computes nothing of a prompt, whether the prompt ends with a block or within one."""
+
+    async def play() -> None:
+        manager, dispatcher = await start(scene, SPLIT)
+        await ask(manager, dispatcher, "r", LONG[:length])
+        assert num_prefilled(scene) == length
+        assert scene.workers["d"]._measurements.num_prefill_tokens == 0
+        assert scene.workers["d"]._engine.scheduler.requests == {}
+
+    scene.run(play())
+
+
+def test_a_next_turn_goes_on_from_the_decode_worker_s_state(scene: Scene) -> None:
+    """The prefill worker imports the blocks of the answer, and the state behind the last of them."""
+
+    async def play() -> None:
+        manager, dispatcher = await start(scene, SPLIT)
+        said = await ask(manager, dispatcher, "first", LONG[:31])
+        await ask(manager, dispatcher, "second", (*said, 5, 6, 7))
+        [decision] = manager._directory.decisions.of("second")["second"]
+        assert num_prefilled(scene) == 31 + 6
+        assert decision.runs == (("local", 7), ("worker", 3), ("never_seen", 1))
+
+    scene.run(play())
+
+
+def test_a_worker_that_leaves_gives_its_states_away(scene: Scene) -> None:
+    async def play() -> None:
+        manager, dispatcher = await start(scene)
+        await ask(manager, dispatcher, "first", LONG)
+        [decision] = manager._directory.decisions.of("first")["first"]
+        [other] = {*MIXED} - {decision.prefill}
+        leaver = decision.prefill
+        while not await manager.worker_leaving(leaver):
+            await asyncio.sleep(0)
+        await ask(manager, dispatcher, "second", LONG)
+        [decision] = manager._directory.decisions.of("second")["second"]
+        assert decision.prefill == other and decision.runs == (("store", 14), ("no_state", 1))
+        assert scene.workers[other]._measurements.num_prefill_tokens == 4
+
+    scene.run(play())
+
+
+@pytest.mark.parametrize("victims", [["d0"], ["p0"], ["d0", "d1"], ["p0", "d1"]], ids=" ".join)
+def test_answers_are_the_same_after_prefill_and_decode_workers_die(scene: Scene, victims: list[str]) -> None:
+    async def play() -> None:
+        manager, dispatcher = await scene.start()
+        crowd = await scene.begin(dispatcher, victims)
+        for worker_id in victims:
+            scene.local.kill(f"{worker_id}:1")
+        scene.hold.end()
+        await crowd.check()
+        assert scene.num_failovers >= len(victims)
+        await until(lambda: manager._directory.num_reservations == 0)
+        manager._directory.check_integrity()
+
+    scene.run(play())
 
 
 def test_states_are_looked_for_from_the_last_block_on() -> None:

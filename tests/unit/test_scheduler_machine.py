@@ -137,7 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         draft_token_s: float,
         num_states: int | None,
     ) -> None:
-        """`num_states`: of a model with recurrent layers, whose requests are served whole and never swapped."""
+        """`num_states`: of a model with recurrent layers, whose requests are never swapped."""
         self.chance = None if draft_seed is None else random.Random(draft_seed)
         self.public_prefix: tuple[int, ...] = public_prefix
         states = None if num_states is None else States(num_states)
@@ -180,7 +180,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         tenant: str,
     ) -> None:
-        stage = self._possible(stage)
         prefix = [*self.public_prefix] if is_public else []
         if self.expected and not is_public:
             prefix = self._draw(data, self.expected).sequence
@@ -230,7 +229,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), stage=st.sampled_from(Stage), awaits=st.booleans(), is_overtaken=st.booleans())
     def submit_again(self, data: st.DataObject, stage: Stage, awaits: bool, is_overtaken: bool) -> None:
         """A higher attempt, with some of what was generated already; its handover may come before it."""
-        stage = self._possible(stage)
         known = self._draw(data, self.expected)
         num_generated = data.draw(st.integers(0, max(0, min(known.position, len(known.answer) - 1))))
         generated = known.answer[:num_generated]
@@ -300,18 +298,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     # Imports
 
     @precondition(lambda self: self.expected)
-    @rule(data=st.data(), is_intact=st.booleans())
-    def blocks_arrive(self, data: st.DataObject, is_intact: bool) -> None:
-        """Or do not: a segment of any blocks of any request, live or not, in whatever order with others."""
+    @rule(data=st.data(), is_intact=st.booleans(), has_state=st.booleans())
+    def blocks_arrive(self, data: st.DataObject, is_intact: bool, has_state: bool) -> None:
+        """Or do not: a segment of any blocks of any request, live or not, in whatever order with others, perhaps with
+        the recurrent state behind one of them."""
         known = self._draw(data, self.expected)
         hashes = known.chain.hashes(known.sequence)
         first = data.draw(st.integers(0, len(hashes)))
-        self._import(hashes[first : data.draw(st.integers(first, len(hashes)))], is_intact)
+        path = hashes[: data.draw(st.integers(0, len(hashes)))] if has_state else []
+        self._import(hashes[first : data.draw(st.integers(first, len(hashes)))], is_intact, path)
 
     @precondition(lambda self: self._live(Stage.DECODE))
-    @rule(data=st.data(), num_late=st.sampled_from([0, 1, 20]), is_intact=st.booleans())
-    def hand_over(self, data: st.DataObject, num_late: int, is_intact: bool) -> None:
-        """The prefill worker's last blocks, the partial one included, and its last word; perhaps again and again."""
+    @rule(data=st.data(), num_late=st.sampled_from([0, 1, 20]), is_intact=st.booleans(), has_state=st.booleans())
+    def hand_over(self, data: st.DataObject, num_late: int, is_intact: bool, has_state: bool) -> None:
+        """The prefill worker's last blocks, the partial one included, the recurrent state behind them, if it had room
+        for one, and its last word; perhaps again and again."""
         known = self._draw(data, self._live(Stage.DECODE))
         if known.num_sent >= len(known.answer) - 1:
             return  # the answer ends with the prefill worker's token, or there is none
@@ -321,7 +322,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             hashes.append(self._tail_hash(known))
         tail = hashes[-1] if len(assignment.token_ids) % self.pool.block_size else None
         sent = Handover(assignment.request_id, assignment.attempt, known.answer[known.num_sent], tail)
-        self._import(hashes[max(0, len(hashes) - num_late - 1) :], is_intact, sent)
+        self._import(hashes[max(0, len(hashes) - num_late - 1) :], is_intact, hashes if has_state else [], sent)
         request = self.scheduler.requests.get(assignment.request_id)
         assert request is not None
         accepts = request.awaits_handover
@@ -442,7 +443,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         by_state = {state_hash(block_hash): block_hash for block_hash in self.contents}
         for state in states.hashes():
             block_hash = by_state[state]
-            assert self.pool.lookup(block_hash) is not None, "a snapshot without its KV"
+            assert states.has_ahead or self.pool.lookup(block_hash) is not None, "a snapshot without its KV"
             _, slot = states.longest([block_hash])
             assert slot is not None and self.model.states[slot] == self.contents[block_hash][-1]
         came, gone = self.pool.drain_journal()
@@ -457,19 +458,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             if known.is_live and stage in (None, known.assignment.stage)
         }
 
-    def _possible(self, stage: Stage) -> Stage:
-        return stage if self.pool.states is None else Stage.WHOLE
-
     def _draw(self, data: st.DataObject, among: dict[str, Expected]) -> Expected:
         return among[data.draw(st.sampled_from(list(among)))]
 
-    def _import(self, hashes: list[BlockHash], is_intact: bool, handover: Handover | None = None) -> None:
-        """What the engine does with a segment."""
+    def _import(
+        self,
+        hashes: list[BlockHash],
+        is_intact: bool,
+        path: list[BlockHash],
+        handover: Handover | None = None,
+    ) -> None:
+        """What the engine does with a segment; `path`: to the block behind which it has a recurrent state, if any."""
+        path = path if self.pool.states is not None else []
         if is_intact:
             contents = [self.contents[block_hash] for block_hash in hashes]
-            import_blocks(self.scheduler, self.model, hashes, contents, handover)
+            states = {tuple(path): self.contents[path[-1]][-1]} if path else {}
+            import_blocks(self.scheduler, self.model, hashes, contents, handover, states)
         tail = None if handover is None else handover.tail
-        self.scheduler.imports.settled([block_hash for block_hash in hashes if block_hash != tail], self.now)
+        names = [*hashes, *map(state_hash, path[-1:])]
+        self.scheduler.imports.settled([name for name in names if name != tail], self.now)
 
     def _submit(self, assignment: Assignment) -> None:
         chain = chain_of(assignment.salt, self.pool.block_size)
@@ -596,6 +603,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert export.handover.token_id == known.answer[known.num_sent]
                 tail = len(known.assignment.token_ids) % self.pool.block_size
                 assert export.handover.tail == (self._tail_hash(known) if tail else None)
+                if self.pool.states is not None:
+                    [(state, slot)] = export.states
+                    full = known.chain.hashes(known.assignment.token_ids)
+                    assert state.path == tuple([*full, self._tail_hash(known)] if tail else full)
+                    assert state.name == state_hash(state.path[-1])
+                    assert self.model.states[slot] == self.contents[state.path[-1]][-1]
+            # Before the next step, or requests that run would lack the slots.
+            if export.states:
+                self._release(export)
         handed_over = {export.request_id for export in outcome.exports if export.handover is not None}
         assert handed_over == {
             event.request_id

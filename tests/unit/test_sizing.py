@@ -160,7 +160,6 @@ def test_configured_blocks_have_recurrent_states_beside_them(num_blocks: int) ->
 @pytest.mark.parametrize(
     ("config", "changes", "says"),
     [
-        ("cpu", {}, "it runs on mixed workers"),
         ("cpu_mixed", {"cache": {"disk_gib": 1.0}}, "set cache.disk_gib to 0"),
         ("cpu_mixed", {"workers": {"mixed": {"device": "cuda"}}}, "run on CPUs only"),
     ],
@@ -170,12 +169,11 @@ def test_states_stay_in_their_worker_on_a_cpu(config: str, changes: dict[str, An
         size_up(load_config(config, changes), QWEN3_5, MACHINES["64 GiB"])
 
 
-def test_a_chosen_configuration_has_one_worker_for_a_model_with_states() -> None:
+def test_a_model_with_states_runs_on_prefill_and_decode_workers() -> None:
     machine = MACHINES["32 GiB, 8 cores"]
     choice, config = chosen((), {}, machine, options=_no_options())
-    assert choice.config == "cpu"
-    choice, config, _ = fitting(choice, config, QWEN3_5, machine)
-    assert [*config.workers.sections] == ["mixed"] and "recurrent layers" in choice.reason
+    _, config, sizes = fitting(choice, config, QWEN3_5, machine)
+    assert [*config.workers.sections] == ["prefill", "decode"] and sizes.max_model_len == QWEN3_5.max_position
 
 
 def test_experts_count_with_all_their_weights_and_run_on_cpus_only() -> None:

@@ -201,11 +201,12 @@ class Generation:
         After `await_timeout_s` without a block the manager lets one of the waiting workers compute it
         (`Supply.replace_stalled`), so the others wait as long again. A decode worker waits for its own prefill only.
         """
+        prefill_awaited = (*admission.prefill_awaited, *admission.prefill_states)
         split = [
-            (admission.prefill, Stage.PREFILL, admission.prefill_awaited, admission.prefill_epoch),
+            (admission.prefill, Stage.PREFILL, prefill_awaited, admission.prefill_epoch),
             (admission.decode, Stage.DECODE, admission.decode_awaited, admission.decode_epoch),
         ]
-        whole = [(admission.prefill, Stage.WHOLE, admission.prefill_awaited, admission.prefill_epoch)]
+        whole = [(admission.prefill, Stage.WHOLE, prefill_awaited, admission.prefill_epoch)]
 
         return [
             (

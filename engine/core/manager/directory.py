@@ -18,6 +18,7 @@ forget anything at any time: a stale entry costs time, never a wrong token.
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import LateError, NoWorkerError
@@ -29,7 +30,7 @@ from raydix.engine.core.manager.explain import Decision, Decisions, SessionFacts
 from raydix.engine.core.manager.explanations import Explanations
 from raydix.engine.core.manager.fleet import Fleet
 from raydix.engine.core.manager.instructions import HandoverLost, Instruction, Lost
-from raydix.engine.core.manager.matching import demand_of, match, sources_of, with_promised, with_states
+from raydix.engine.core.manager.matching import demand_of, last_state, match, sources_of, with_promised, with_states
 from raydix.engine.core.manager.placement import (
     NO_WORKERS,
     CostModel,
@@ -146,16 +147,16 @@ class Directory:
         node: str = "",
         attempts: Container[AttemptName] = (),
         *,
-        moves_blocks: bool = True,
+        state_bytes: int = 0,
     ) -> list[Instruction]:
         """Register a worker incarnation with the blocks of its pool, in place of an older incarnation. `attempts`:
         those under way there; what the worker has sent for others was lost if it did not arrive before.
-        `moves_blocks`: as `CostModel.moves_blocks`."""
+        `state_bytes`: as `CostModel.state_bytes`."""
         known = self.fleet.get(worker_id)
         if known is not None and known.epoch > epoch:
             return []
 
-        self.costs = replace(self.costs, block_bytes=block_bytes, moves_blocks=moves_blocks)
+        self.costs = replace(self.costs, block_bytes=block_bytes, state_bytes=state_bytes)
         instructions = self.remove_worker(worker_id) if known is not None else []
         self.fleet.add(
             WorkerRecord(
@@ -183,8 +184,7 @@ class Directory:
         stock = self.stock
         if not worker.is_leaving:
             self.fleet.leave(worker_id)
-            is_kept = stock.keeps_segments and self.costs.moves_blocks
-            room = stock.segments.store_budget_bytes // max(1, self.costs.block_bytes) if is_kept else 0
+            room = stock.segments.store_budget_bytes // max(1, self.costs.block_bytes) if stock.keeps_segments else 0
             stock.give_away(worker_id, self.fleet.leaving, room)
         return stock.ask_for_unsaved(worker_id, is_busy=False)
 
@@ -303,7 +303,7 @@ class Directory:
         objectives = request.objectives.over(self.objectives)
         avoided = self._avoided(session, request)
         last_workers = self.sessions.workers_of(request, session)
-        placement, when_late = self._place(request, records, objectives, avoided, last_workers, is_new=is_new)
+        demand, placement, when_late = self._place(request, records, objectives, avoided, last_workers, is_new=is_new)
         decision = self._explanations.record(
             request,
             records,
@@ -312,7 +312,7 @@ class Directory:
             now,
             objectives.ttft_s,
             when_late,
-            moves_blocks=self.costs.moves_blocks,
+            num_with_state=demand.num_reachable_blocks if self.costs.state_bytes else None,
         )
 
         # Blocks of the prompt: [0, num_local) in the pool, [num_local, num_cached) imported, the rest computed.
@@ -349,7 +349,8 @@ class Directory:
         self.fleet.take(reservation)
 
         # The blocks that it will compute and may be asked for, and the blocks that it gets.
-        supply, awaited, computed = self.stock.supply, admission.prefill_awaited, request.hashes[num_cached:]
+        supply, computed = self.stock.supply, request.hashes[num_cached:]
+        awaited = (*admission.prefill_awaited, *admission.prefill_states)
         supply.admitted(request.request_id, prefill, awaited=awaited, lacking=lacking, computed=computed)
         for worker_id, hashes in ((prefill, awaited), (decode, admission.decode_awaited)):
             leased, supplying = self.stock.supply_to(worker_id, hashes)
@@ -481,16 +482,16 @@ class Directory:
         last_workers: SessionWorkers,
         *,
         is_new: bool,
-    ) -> tuple[Placement, WhenLate | None]:
-        """Choose workers, once more for a request that gives way. Raises LateError for one that is refused; a request
-        under way and one that is behind all others are never late."""
+    ) -> tuple[Demand, Placement, WhenLate | None]:
+        """Choose workers by a request's needs, once more for a request that gives way. Raises LateError for one that is
+        refused; a request under way and one that is behind all others are never late."""
         demand, candidates = self._options(request, records, objectives, avoided, last_workers)
         placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)
         when_late = _check_in_time(placement, objectives) if is_new and not request.is_behind else None
         if when_late is WhenLate.GIVE_WAY:
             demand = replace(demand, is_behind=True)
             placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)
-        return placement, when_late
+        return demand, placement, when_late
 
     def _options(
         self,
@@ -511,12 +512,19 @@ class Directory:
             # On one node every import takes alike.
             sources=sources_of(records, self.fleet, self._reservations) if len(self.fleet.nodes) > 1 else None,
         )
-        if not self.costs.moves_blocks:
+        if self.costs.state_bytes:
+            # A request goes on from a state and all blocks before it, its own worker's or those that are sent.
             num_usable = min(len(request.hashes), max(0, request.num_tokens - 1) // self.costs.block_size)
-            holders = with_states(
-                prefix.holders, num_usable, lambda number: self.stock.blocks.get(state_hash(request.hashes[number - 1]))
-            )
-            return replace(demand, num_reachable_blocks=0, sources=None), self.fleet.candidates(holders, avoided)
+
+            @cache
+            def state_behind(number: int) -> BlockRecord | None:
+                return self.stock.blocks.get(state_hash(request.hashes[number - 1]))
+
+            holders = with_states(prefix.holders, num_usable, state_behind)
+            num_reachable = last_state(min(prefix.num_reachable, num_usable), state_behind)
+            # What others are computing lies behind all states that there are.
+            demand = replace(demand, num_reachable_blocks=num_reachable, pending_s=0.0)
+            return demand, self.fleet.candidates(holders, avoided)
         candidates = self.fleet.candidates(prefix.holders, avoided)
         return demand, with_promised(candidates, prefix.promised) if prefix.promised else candidates
 
@@ -540,6 +548,10 @@ class Directory:
         """
         prefill = placement.prefill
         decode = placement.decode if request.generates else prefill
+        states: tuple[BlockHash, ...] = ()
+        if self.costs.state_bytes and placement.chosen.num_imported_blocks:
+            num_cached = placement.chosen.num_local_blocks + placement.chosen.num_imported_blocks
+            states = self.stock.lacking(prefill, [state_hash(request.hashes[num_cached - 1])])
         admission = Admission(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -553,6 +565,7 @@ class Directory:
             expected_ttft_s=expected.ttft_s,
             found=expected.blocks,
             num_known=num_known,
+            prefill_states=states,
         )
         return Reservation(
             admission=admission,

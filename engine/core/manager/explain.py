@@ -46,7 +46,7 @@ class BlockSource(StrEnum):
     RECOMPUTED = "recomputed"
     """Stored somewhere, but computing was predicted to be faster."""
     NO_STATE = "no_state"
-    """In a pool, but not with the recurrent state to go on from, or at another worker with it."""
+    """Somewhere, but without a recurrent state behind it to go on from."""
 
 
 # Reasons of misses, for people.
@@ -63,8 +63,8 @@ WHY: Mapping[BlockSource, str] = MappingProxyType(
         "reasoning of earlier answers out, so the prompt goes on otherwise.",
         BlockSource.RECOMPUTED: "the blocks are somewhere, but computing them again was predicted to be quicker than "
         "fetching them.",
-        BlockSource.NO_STATE: "the blocks are there, without a snapshot of the recurrent state behind them, or another "
-        "worker has it: the next prompt that parts here goes on from the snapshot that this one leaves.",
+        BlockSource.NO_STATE: "the blocks are there, without a snapshot of the recurrent state behind them: the next "
+        "prompt that parts here goes on from the snapshot that this one leaves.",
     }
 )
 

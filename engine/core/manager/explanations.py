@@ -51,19 +51,23 @@ class Explanations:
         objective_ttft_s: float | None = None,
         when_late: WhenLate | None = None,
         *,
-        moves_blocks: bool = True,
+        num_with_state: int | None = None,
     ) -> Decision:
         """Keep the decision behind a placement, count it, and return it. `records`: of the blocks of `request.hashes`;
-        `now`: seconds since the epoch; `when_late`: of a request that is predicted to be late;
-        `moves_blocks`: as `CostModel.moves_blocks`."""
+        `now`: seconds since the epoch; `when_late`: of a request that is predicted to be late; `num_with_state`:
+        leading blocks that the cluster has with a recurrent state behind them, None for a model without such states."""
         num_local = placement.chosen.num_local_blocks
         num_cached = num_local + placement.chosen.num_imported_blocks
-        imported = [_source(record) for record in records[num_local:num_cached] if record is not None]
-        computed = self._misses(request, records, num_cached, moves_blocks=moves_blocks)
+        prefill = placement.prefill
+        imported = [_source(record, prefill) for record in records[num_local:num_cached] if record is not None]
+        computed = self._misses(request, records, num_cached, num_with_state)
         # Before the request's own blocks come and leave.
         eviction = self._eviction(request.hashes[num_cached:])
-        local = ((BlockSource.LOCAL, num_local),) if num_local else ()
-        runs = (*local, *runs_of(chain(imported, computed)))
+        runs = runs_of(chain(imported, computed))
+        if runs and runs[0][0] is BlockSource.LOCAL:
+            num_local, runs = num_local + runs[0][1], runs[1:]
+        if num_local:
+            runs = ((BlockSource.LOCAL, num_local), *runs)
 
         self._note_turn(request)
         considered = best_considered(placement)
@@ -103,7 +107,11 @@ class Explanations:
             self._reasoned.note(request.cache.tenant, {request.hashes[-1]: request.reasoning_turn})
 
     def _misses(
-        self, request: AdmitRequest, records: Sequence[BlockRecord | None], num_cached: int, *, moves_blocks: bool
+        self,
+        request: AdmitRequest,
+        records: Sequence[BlockRecord | None],
+        num_cached: int,
+        num_with_state: int | None,
     ) -> list[BlockSource]:
         """The reasons for computing the blocks behind the first `num_cached`; notes the order of blocks in the
         prompt."""
@@ -117,12 +125,13 @@ class Explanations:
         reasons: list[BlockSource] = []
         links: dict[BlockHash, BlockHash] = {}
 
-        for parent, block_hash, record, follower, earlier in zip(
-            parents, hashes, records[num_cached:], followers, reasoned, strict=True
+        for number, (parent, block_hash, record, follower, earlier) in enumerate(
+            zip(parents, hashes, records[num_cached:], followers, reasoned, strict=True), num_cached
         ):
             # The block is somewhere, but was not worth fetching, lies behind a missing one, or has no state behind it.
             if record is not None:
-                reasons.append(BlockSource.RECOMPUTED if moves_blocks else BlockSource.NO_STATE)
+                has_state = num_with_state is None or number < num_with_state
+                reasons.append(BlockSource.RECOMPUTED if has_state else BlockSource.NO_STATE)
                 continue
             if block_hash in gone:
                 made_room = gone[block_hash] is not None
@@ -161,8 +170,11 @@ def _duties(
     return {name: workers[name].duty for name in names if workers[name].is_elastic}
 
 
-def _source(record: BlockRecord) -> BlockSource:
-    """The source of a block neither computed nor in the pool of the request's worker."""
+def _source(record: BlockRecord, worker_id: str) -> BlockSource:
+    """The source of a block that the request's worker does not compute."""
+    # Its own pool may have the blocks, and lack the recurrent state behind them.
+    if worker_id in record.workers:
+        return BlockSource.LOCAL
     if record.segment is not None:
         return BlockSource.STORE if record.segment.is_in_store else BlockSource.DISK
     return BlockSource.WORKER if record.workers else BlockSource.PENDING

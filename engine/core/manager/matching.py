@@ -121,6 +121,15 @@ def with_states(
     return found
 
 
+def last_state(num_blocks: int, state_behind: Callable[[int], BlockRecord | None]) -> int:
+    """Number of leading blocks, of `num_blocks`, behind the last of which the cluster has a recurrent state; 0 without
+    one. `state_behind` as in `with_states`."""
+    for number in range(num_blocks, 0, -1):
+        if (record := state_behind(number)) is not None and record.is_stored:
+            return number
+    return 0
+
+
 def sources_of(
     records: Iterable[BlockRecord | None], workers: Mapping[str, WorkerRecord], reservations: Mapping[str, Reservation]
 ) -> Sources:

@@ -68,8 +68,8 @@ class CostModel:
     block_size: int
     block_bytes: int = 0
     """Reported by the workers when they register."""
-    moves_blocks: bool = True
-    """False: a block of one worker is of no use to another one, as its recurrent state stays behind."""
+    state_bytes: int = 0
+    """Bytes of a recurrent state, reported likewise; 0: blocks alone are of use."""
     piggyback_tokens: int = 64
     """The longest suffix for a decode worker to compute itself between decodes."""
     prior: WorkerCosts = field(default_factory=WorkerCosts)
@@ -446,19 +446,20 @@ def _transfer_s(
 def _import_s(load: WorkerLoad, demand: Demand, start: int, end: int, model: CostModel, node: str = "") -> float:
     """Fetching the blocks of a prompt from `start` to `end`; blocks that are not reachable yet come from `node`."""
     if demand.sources is None or start >= end:
-        return load.costs.import_all_s((end - start) * model.block_bytes) if start < end else 0.0
+        # Beside the blocks comes the state behind the last of them.
+        return load.costs.import_all_s((end - start) * model.block_bytes + model.state_bytes) if start < end else 0.0
     counts: dict[str, int] = {}
-    at = 0
+    at, last = 0, node
     for source, count in (*demand.sources, (node, max(0, end - demand.num_reachable_blocks))):
         # The part of the run [at, at + count) that lies in [start, end).
         num_blocks = min(end, at + count) - max(start, at)
         if num_blocks > 0:
-            counts[source] = counts.get(source, 0) + num_blocks
+            counts[source] = counts.get(source, 0) + num_blocks * model.block_bytes
+            last = source
         at += count
-    return sum(
-        model.links.import_s(source, load.node, num_blocks * model.block_bytes, load.costs)
-        for source, num_blocks in counts.items()
-    )
+    if counts and model.state_bytes:
+        counts[last] += model.state_bytes
+    return sum(model.links.import_s(source, load.node, num_bytes, load.costs) for source, num_bytes in counts.items())
 
 
 def _num_blocks(demand: Demand, model: CostModel) -> int:

@@ -1,9 +1,11 @@
 """Contents of running requests' blocks: taken over or copied at the start, sealed and exported after a step."""
 
 from raydix.engine.core.eviction.retention import most_generous
-from raydix.engine.core.types import BlockHash, Handover, Stage, TokenEvent
+from raydix.engine.core.hashing import state_hash
+from raydix.engine.core.types import BlockHash, Handover, Snapshot, Stage, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockContent, BlockPool
 from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.snapshots import Snapshots
 from raydix.engine.core.worker.step import ExportedBlocks
 from raydix.engine.core.worker.swaps import Swaps
 
@@ -35,17 +37,24 @@ class Contents:
             if self.computing.get(block_hash) is request:
                 del self.computing[block_hash]
 
-    def take_tail(self, request: Request) -> None:
-        """Take over the imported partial block before the handed-over token, if present and not held."""
+    def take_tail(self, request: Request, snapshots: Snapshots | None = None) -> bool:
+        """Take over the imported partial block before the handed-over token, if present and not held, and the
+        recurrent state behind it; False without them. `snapshots`: of a model with such states."""
         num_sent = len(request.assignment.token_ids)
         if request.assignment.stage is not Stage.DECODE or len(request.blocks) != num_sent // self._pool.block_size:
-            return
+            return False
         tail = request.tail_hash(num_sent)
         block = None if tail is None else self._pool.lookup(tail)
         # The block is written further, so it must be this request's alone.
-        if block is not None and len(request.token_ids) > num_sent and self._pool.take_over(block):
-            request.blocks.append(block)
-            request.num_computed = request.num_shared = num_sent
+        if tail is None or block is None or len(request.token_ids) <= num_sent or not self._pool.is_cached(block):
+            return False
+        # The state first: it goes with the name of the block.
+        if snapshots is not None and not snapshots.take(request, tail):
+            return False
+        self._pool.take_over(block)
+        request.blocks.append(block)
+        request.num_computed = request.num_shared = num_sent
+        return True
 
     def drop_tail(self, request: Request, now: float) -> None:
         """Forget the imported partial block of a request that will not start, where blocks are not kept."""
@@ -103,13 +112,15 @@ class Contents:
         return first
 
     def export(self, request: Request, first_new: int, event: TokenEvent | None, now: float) -> list[ExportedBlocks]:
-        """Export the new full blocks of a prefill assignment, and at its end the partial block and the handover.
+        """Export the new full blocks of a prefill assignment, and at its end the partial block, the recurrent state
+        behind it, and the handover.
 
         `first_new`: index of the first new block; `event`: the sampled token at the end of the prompt.
         """
         new = slice(first_new, request.num_sealed)
         hashes, blocks = request.hashes[new], request.blocks[new]
         handover = None
+        states: tuple[tuple[Snapshot, int], ...] = ()
         if event is not None and event.finish is None:
             assert event.token_id is not None
             num_prompt = len(request.token_ids) - 1
@@ -117,6 +128,9 @@ class Contents:
             if tail is not None:
                 hashes, blocks = [*hashes, tail], [*blocks, request.blocks[num_prompt // self._pool.block_size]]
             handover = Handover(request.request_id, request.assignment.attempt, event.token_id, tail)
+            if request.state is not None:
+                full = request.hashes[: num_prompt // self._pool.block_size]
+                states = _state_behind(tuple(full if tail is None else [*full, tail]), request.state)
 
         if not blocks and handover is None:
             return []
@@ -127,6 +141,9 @@ class Contents:
 
         # Held until the contents have been copied out (`Transfers.release`).
         self._pool.acquire(blocks)
+        for _, slot in states:
+            assert self._pool.states is not None
+            self._pool.states.hold(slot)
         return [
             ExportedBlocks(
                 request_id=request.request_id,
@@ -134,5 +151,11 @@ class Contents:
                 blocks=tuple(blocks),
                 handover=handover,
                 retention=rest,
+                states=states,
             )
         ]
+
+
+def _state_behind(path: tuple[BlockHash, ...], slot: int) -> tuple[tuple[Snapshot, int], ...]:
+    """The state of a slot as it is exported, named by the last block of its path."""
+    return ((Snapshot(state_hash(path[-1]), path), slot),)

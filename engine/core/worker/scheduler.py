@@ -454,8 +454,9 @@ class Scheduler:
 
         # KV from the cache, from outside the pool, from a handover, or from a similar block.
         request.begin_with(matched)
-        if self.snapshots is not None:  # states are kept at ends of blocks, and in this worker's pool only
-            self.snapshots.begin(request)
+        if self.snapshots is not None:
+            if not self._contents.take_tail(request, self.snapshots):
+                self.snapshots.begin(request)
         elif not self.swaps.swap_in(request, now):
             self._contents.take_tail(request)
             self._contents.copy_beginning(request, now)

@@ -79,6 +79,16 @@ class Snapshots:
             request.parted_at = num_usable
             self._coming.setdefault(request.full_hashes()[num_usable - 1], request)
 
+    def take(self, request: Request, name: BlockHash) -> bool:
+        """Have a request go on from the snapshot of this name, behind all its blocks; False if it is not there."""
+        self.end(request)
+        slot = self._states.slot_of(name)
+        if slot is None:
+            return False
+        self._states.hold(slot)
+        request.state = slot
+        return True
+
     def end(self, request: Request) -> None:
         """Release the state of a request that stops running; its snapshots stay."""
         if request.state is not None:
