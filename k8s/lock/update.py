@@ -1,7 +1,8 @@
 """Locks the Python packages: `uvx --with packaging python k8s/lock/update.py [cpu] [gpu] [constraints]` writes cpu.txt
 and gpu.txt beside this file and constraints.txt in the repository's root, or some of them, anew.
 
-uv resolves pyproject.toml, with the extras that an operator may turn on, for Python 3.12. Of each package the one wheel stays that pip takes on the image's machine.
+uv resolves pyproject.toml, with the extras that an operator may turn on, for Python 3.12. Of each package the one wheel
+stays that pip takes on the image's machine.
 
 * The CPU image has Debian 12 or newer, on x86-64 and arm64. torch and triton are left out: PyTorch's CPU builds lie in
   an index of their own, which the Dockerfile lets uv find, and the C++ kernels take triton's place.
