@@ -115,9 +115,10 @@ struct Plain {
       for (int n = 0; n < N; ++n) done(m, n, total[m][n]);
   }
 
-  // The same for all vectors, `panel` floats from one to the next.
+  // The same for all vectors, `panel` floats from one to the next. A function of its own: inlined into a larger one, its
+  // sums share the registers with what that one keeps, and those of six rows leave none over.
   template <int M, class Done>
-  static void some_rows(const float* left, int64_t stride, const float* right, int64_t panel, int64_t depth,
+  static NO_INLINE void some_rows(const float* left, int64_t stride, const float* right, int64_t panel, int64_t depth,
                         int64_t vectors, Done done) {
     constexpr int N = vectors_at_once(M);
     int64_t v = 0;

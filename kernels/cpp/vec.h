@@ -14,6 +14,7 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define NO_INLINE __attribute__((noinline))
 
 namespace raydix {
 
