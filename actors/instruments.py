@@ -66,7 +66,6 @@ class GaugeInstrument(Instrument[Gauge]):
     kind: Kind = "gauge"
 
     def set(self, value: float, tags: Mapping[str, str] = NO_TAGS) -> None:
-        """Replace the value."""
         self.metric.set(value, tags=dict(tags))
         self._values[self._labels(tags)] = value
 

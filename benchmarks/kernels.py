@@ -209,7 +209,6 @@ def time_from_outside_ms(run: Callable[[], Any], at_least_s: float = 2.0) -> flo
 
 
 def reason(problem: Exception) -> str:
-    """An exception in one line."""
     first = (str(problem).strip().splitlines() or [""])[0]
     return f"{type(problem).__name__}: {first}"[:200]
 

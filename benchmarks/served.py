@@ -89,7 +89,6 @@ class Server:
 
 
 def raydix_servers(site: Site, configs: Sequence[str]) -> list[Server]:
-    """raydix with each configuration."""
     command = (sys.executable, "-m", "raydix.cli.main", "serve", "--config")
     environment = process_environment(RAYDIX, site)
     return [Server(f"raydix {config}", (*command, config, "--port"), environment) for config in configs]

@@ -346,7 +346,6 @@ class StreamedAnswer:
     id: str = ""
 
     def add(self, event: Event, now_s: float) -> None:
-        """Take in the next event of the stream."""
         if event.text or event.reasoning:
             self.text += event.text
             self.first_s = now_s if self.first_s is None else self.first_s

@@ -36,7 +36,6 @@ class EventHandler(logging.Handler):
         self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a record of one of the events."""
         if getattr(record, "about", {}).get("event") in self._events and record.levelno < logging.WARNING:
             self._show(f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {record.getMessage()}")
 

@@ -136,7 +136,6 @@ class WorkerTemplate:
 
 
 def forks_workers() -> bool:
-    """Whether workers are to be forked."""
     return sys.platform == "linux" and os.environ.get(FORK_WORKERS) != "0"
 
 

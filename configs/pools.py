@@ -45,7 +45,6 @@ class WorkerSection(Section):
 
     @property
     def numbers(self) -> Numbers:
-        """Bounds of the number of workers."""
         return Numbers(self.replicas, self.replicas)
 
     @field_validator("num_gpus")

@@ -38,7 +38,6 @@ def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
 
 
 def settings_of(arguments: WorkerArguments, live: WorkerLive) -> EngineSettings:
-    """The engine of a worker."""
     model, cache = arguments.model, arguments.cache
     return EngineSettings(
         source=model.source,

@@ -75,7 +75,6 @@ def _checked(declared: Route, endpoint: Endpoint) -> Callable[[Request], Awaitab
 
 
 def application(of: Replica) -> Starlette:
-    """The application of a replica."""
     endpoints = {
         route: endpoint
         for each in (answers, conversations, tokens, operation, batches, message_batches, description, page)

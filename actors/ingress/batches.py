@@ -81,7 +81,6 @@ class Batches:
 
     @property
     def lines(self) -> LineLimits:
-        """Limits of a batch's lines."""
         return self._lines
 
     def change(self, settings: BatchSettings) -> None:

@@ -187,7 +187,6 @@ def batch_settings(config: Config) -> BatchSettings:
 
 
 def replica_limits(config: Config) -> ReplicaLimits:
-    """Limits of one replica."""
     section = config.ingress
     return ReplicaLimits(
         section.max_queued_requests, section.max_waiting_mib << 20, section.answer_mib << 20, section.reader_processes

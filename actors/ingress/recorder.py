@@ -74,7 +74,6 @@ class RequestRecorder:
         return number
 
     def answer(self, number: int, **facts: object) -> None:
-        """Note the answer to a request."""
         self._write({"answer": number, "at": self._now(), **facts})
 
     def _now(self) -> float:

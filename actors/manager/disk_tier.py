@@ -42,7 +42,6 @@ class DiskTier:
 
     @property
     def folder(self) -> Path:
-        """The folder of the files."""
         return self._files.folder
 
     async def open(self) -> list[SegmentHeader]:

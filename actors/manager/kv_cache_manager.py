@@ -404,7 +404,6 @@ class KVCacheManager:
         return await self._recorder.record(seconds)
 
     async def metrics(self) -> tuple[MetricFamily, ...]:
-        """The manager's metrics."""
         self._metrics.look(self._directory)
         process = () if self._process is None else self._process.families()
         return (*families_of(self._metrics), *families_of(self._holds), *process)

@@ -28,7 +28,6 @@ class Workload:
     """True: each client has had an answer to each request before the measured one."""
 
     def bodies(self) -> list[Body]:
-        """The requests' bodies."""
         return [self._settled(body) for body in load(PROMPTS / f"{self.file}.yaml")]
 
     def _settled(self, body: Body) -> Body:

@@ -265,7 +265,6 @@ def model_object(model: str, *, created: int, max_model_len: int, adapter: str |
 
 
 def model_body(model: Mapping[str, object]) -> bytes:
-    """Body of `/v1/models/{model}`."""
     return orjson.dumps(dict(model))
 
 

@@ -116,6 +116,5 @@ class Route:
 
     @property
     def models(self) -> list[type[BaseModel]]:
-        """All models of the route."""
         kinds = (self.body, self.form, self.response, self.events, self.wire.error)
         return [each for each in kinds if isinstance(each, type)]

@@ -45,7 +45,6 @@ def document(tree: object) -> Iterator[bytes]:
 
 
 def whole(tree: object) -> bytes:
-    """The text of a tree as a whole."""
     return orjson.dumps(tree, _joined, orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -203,7 +203,6 @@ def _text(value: Mapping[str, Any], name: str, param: str) -> str:
 
 
 def _flags(value: Mapping[str, Any], param: str) -> dict[str, bool]:
-    """Return the flags that are set."""
     return {name: True for name in _FLAGS if _flag(value, name, param)}
 
 

@@ -130,5 +130,4 @@ def tokenize_body(token_ids: Sequence[int], names: Sequence[str] | None, max_mod
 
 
 def detokenize_body(text: str) -> bytes:
-    """The response of `/detokenize`."""
     return orjson.dumps({"prompt": text})

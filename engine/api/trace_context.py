@@ -42,5 +42,4 @@ class TraceContext(NamedTuple):
 
     @property
     def header(self) -> str:
-        """The value of `traceparent`."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"

@@ -28,7 +28,6 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file."""
         return self._size
 
     def open(self, follow: Callable[[Record], None]) -> None:

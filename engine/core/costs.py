@@ -128,7 +128,6 @@ class CostFit:
         self._num_steps_before = 0  # `num_steps` at the last call of `fade`
 
     def step(self, shape: StepShape, seconds: float) -> None:
-        """Observe a step."""
         self.num_steps += 1
         self._steps.add(
             (

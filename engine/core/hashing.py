@@ -70,7 +70,6 @@ class BlockChain:
         return blake2b(end + self.salt.answers, digest_size=DIGEST_BYTES, key=b"raydix answer").digest()
 
     def hashes(self, token_ids: Sequence[int]) -> list[BlockHash]:
-        """The hashes of all full blocks of a sequence."""
         hashes: list[BlockHash] = []
         self.extend(hashes, token_ids)
         return hashes

@@ -229,7 +229,6 @@ def run_largest_step(decoder: Decoder, settings: EngineSettings) -> int:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of this name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

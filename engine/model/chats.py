@@ -265,7 +265,6 @@ def reasoning_format(tokenizer: Tokenizer) -> str:
 
 
 def _takes_system(tokenizer: Tokenizer, template: ChatTemplate) -> bool:
-    """True if the chat template takes a message of the system."""
     content = _Mark().number(0)
     try:
         chat = [{"role": "system", "content": content}, {"role": "user", "content": "?"}]

@@ -98,7 +98,6 @@ class DeltaConfig:
 
     @property
     def values(self) -> int:
-        """Values of all heads."""
         return self.num_value_heads * self.value_dim
 
 

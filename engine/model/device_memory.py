@@ -20,9 +20,7 @@ UNPLANNED_SHARE = 0.25
 class DeviceMemory(Protocol):
     """Memory of one device, in bytes. Tests replace CUDA here."""
 
-    def total(self) -> int:
-        """All of it."""
-        ...
+    def total(self) -> int: ...
 
     def free(self) -> int:
         """What no process has taken."""

@@ -429,7 +429,6 @@ class Grammars:
         return bits
 
     def _compute(self, jobs: "Sequence[MaskJob]", bits: Masks) -> None:
-        """Compute masks in parallel."""
         if self._executor is None and jobs:
             from llguidance import LLExecutor
 

@@ -19,7 +19,6 @@ Masks: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int32]]
 
 
 def num_words(vocab_size: int) -> int:
-    """Return the number of words of a mask."""
     return -(-vocab_size // 32)
 
 

@@ -288,7 +288,6 @@ def _num_plain(chunk: ScheduledChunk) -> int:
 
 
 def lora_rows(chunks: Sequence[ScheduledChunk], adapters: AdapterStore, device: torch.device) -> tuple[LoraRows, ...]:
-    """The rows of each adapter in a step."""
     tokens: dict[bytes, list[range]] = {}
     first = 0
     for chunk in chunks:

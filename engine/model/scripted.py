@@ -133,7 +133,6 @@ class ScriptedRunner(NullRunner):
 
 
 def _is_allowed(masks: StepMasks | None, row: int, token_id: int) -> bool:
-    """True if a row may have a token."""
     if masks is None or masks.rows[row] < 0:
         return True
     return bool(masks.bits[masks.rows[row]][token_id // 32] >> (token_id % 32) & 1)

@@ -89,8 +89,6 @@ class AnswerRenderer:
 def renderers(
     rendering: Rendering, pieces: Pieces, responses: StoredResponses, conversations: KeptConversations
 ) -> Mapping[Api, Callable[[Job], Renderer]]:
-    """The renderer of a job, by the API of its request."""
-
     def of_message(job: Job) -> Renderer:
         return AnswerRenderer(job, MessageWriter(_context_of(job, rendering)), pieces, rendering)
 

@@ -44,7 +44,6 @@ class Listener:
         self._has_begun = self._is_over = False
 
     def send(self, event: bytes) -> None:
-        """Give the next event."""
         if self._is_over:
             return
         self._has_begun = True

@@ -109,7 +109,6 @@ class Answer:
         return is_asked and (self.message is None or self.message.content == self.text)
 
     def take(self, piece: Piece) -> None:
-        """Take the next piece."""
         self.token_ids += piece.token_ids
         self.pieces.append(piece.text)
         self.finish, self.stop_reason = piece.finish, piece.stop_reason

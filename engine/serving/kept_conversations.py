@@ -40,7 +40,6 @@ class KeptConversations:
     """Conversations of one model. One is known under the tenant and `cache_salt` of the request that made it alone."""
 
     def __init__(self, keeper: AnswerKeeper, root: BlockHash, shown: Shown) -> None:
-        """As `StoredResponses`."""
         self._keeper = keeper
         self._root = root
         self._shown = shown

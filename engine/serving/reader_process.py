@@ -45,7 +45,6 @@ KEPT_BYTES = 48 << 20  # growth of memory since the start after which the proces
 
 
 def encode_frame(value: object) -> bytes:
-    """Encode `value` as a frame."""
     data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(data)) + data
 

@@ -228,7 +228,6 @@ class Rendering:
         return self.thread.slices(slices) if is_large(jobs) else b"".join(slices)
 
     def choice(self, spec: GenerationSpec, answer: Answer, index: int = 0) -> Choice:
-        """A finished choice."""
         assert answer.finish is not None
         prompt, num_of_prompt = answer.generation.prompt, spec.sampling.prompt_logprobs
         of_prompt = None

@@ -63,7 +63,6 @@ class File:
 
     @classmethod
     def read(cls, path: Path) -> "File":
-        """Read a file of the page."""
         content = path.read_bytes()
         return cls(content, TYPES[path.suffix], f'W/"{hashlib.sha256(content).hexdigest()[:20]}"')
 

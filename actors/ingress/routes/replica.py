@@ -46,7 +46,6 @@ class Replica(Protocol):
 
 
 def route_of(request: Request) -> Route:
-    """The route of a request that reached one."""
     found: Route = request.scope["route"].declared
     return found
 

@@ -125,7 +125,6 @@ class MessageWriter:
         return opening + _BEFORE_TEXT + orjson.dumps(text) + _AFTER_TEXT
 
     def _opened(self, block: Json) -> bytes:
-        """The event that opens a block."""
         self._open = str(block["type"])
         return _event({"type": "content_block_start", "index": self._index, "content_block": block})
 

@@ -99,7 +99,6 @@ def stored_id(message_batch_id: str) -> str:
 
 
 def not_found(message_batch_id: str) -> NotFoundError:
-    """The error for a batch of messages that is not there."""
     return NotFoundError(f"There is no message batch '{message_batch_id[:64]}'.")
 
 

@@ -142,7 +142,6 @@ class ContextManagement(LenientModel):
     )
 
     def normal(self) -> tuple[Edit, ...]:
-        """The edits in normal form."""
         return tuple(edit for each in self.edits or () if (edit := each.normal()) is not None)
 
     def compaction(self) -> CompactionUse | None:

@@ -64,7 +64,6 @@ class ResponseWriter:
         self.wire: WireFormat = replace(OPENAI, error_event=self._error_event)
 
     def response(self, choice: Choice, usage: TokenUsage) -> Json:
-        """The response as a whole."""
         is_cut = choice.finish_reason is FinishReason.LENGTH
         return self._response(
             "incomplete" if is_cut else "completed",

@@ -72,7 +72,6 @@ class LineQueue:
         return taken
 
     def answered(self, number: int) -> None:
-        """A running line has an answer."""
         self._running.remove(number)
         self._attempts.pop(number, None)
 

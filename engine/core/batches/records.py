@@ -75,7 +75,6 @@ Record: TypeAlias = Opened | Answered | Stopped | OutputEnded
 
 
 def encode(record: Record) -> bytes:
-    """The line of a record."""
     match record:
         case Answered(number, has_failed, output):
             assert b"\n" not in output, "a record is one line"

@@ -34,7 +34,6 @@ class AnswerRoom:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are granted."""
         return self._held.total()
 
     @property

@@ -262,7 +262,6 @@ class Dispatch:
     # Requests
 
     def begin(self, generation: Generation, now: float) -> list[Instruction]:
-        """Take a request on."""
         entry = self.entries[generation.request_id] = Entry(generation, now)
         generation.begun_at = now
         return self._admit(entry, now)

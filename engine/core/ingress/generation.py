@@ -174,7 +174,6 @@ class Generation:
 
     @property
     def attempt_name(self) -> AttemptName:
-        """The present attempt."""
         return AttemptName(self.request_id, self.attempt)
 
     @property

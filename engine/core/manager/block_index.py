@@ -189,7 +189,6 @@ class BlockIndex:
         return len(self._records)
 
     def __getitem__(self, block_hash: BlockHash) -> BlockRecord:
-        """The record of a known block."""
         return self._records[block_hash]
 
     def get(self, block_hash: BlockHash) -> BlockRecord | None:

@@ -61,7 +61,6 @@ class Rate:
     _at: float | None = None
 
     def add(self, amount: float, now: float) -> None:
-        """Count an amount."""
         self._amount = self._faded(now) + amount
         # Times may be out of order by a little. A clock that was put back must not stop the fading until it is as late
         # again.

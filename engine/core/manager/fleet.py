@@ -54,7 +54,6 @@ class Fleet(Mapping[str, WorkerRecord]):
 
     @property
     def elastic(self) -> list[WorkerRecord]:
-        """The elastic workers that stay."""
         return [worker for worker in self._workers.values() if worker.is_elastic and not worker.is_leaving]
 
     @property

@@ -225,7 +225,6 @@ class Stock:
         ]
 
     def lacks(self, block_hash: BlockHash) -> bool:
-        """True if no segment has a block."""
         record = self.blocks.get(block_hash)
         return record is None or record.segment is None
 

@@ -62,7 +62,6 @@ class Attempts:
         return frozenset(AttemptName(request_id, attempt) for request_id, (attempt, _) in self._readers.items())
 
     def read_by(self, replica: str) -> list[AttemptName]:
-        """The attempts of a replica."""
         return [
             AttemptName(request_id, attempt) for request_id, (attempt, by) in self._readers.items() if by == replica
         ]

@@ -220,7 +220,6 @@ class BlockPool:
         self._queue.unprotect(hashes)
 
     def retention_of(self, block: int) -> Retention:
-        """Retention of a sealed block."""
         return self._queue.retention_of(self._name(block)) or self._retentions[block]
 
     def seal(

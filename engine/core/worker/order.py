@@ -224,7 +224,6 @@ class StartTurns:
             self._ahead[request.tenant] = self._ahead.get(request.tenant, 0.0) + ahead_s
 
     def choose(self, tenants: Collection[str]) -> str:
-        """The tenant whose turn it is."""
         return min(tenants, key=self._place)
 
     def is_before(self, tenant: str, other: str) -> bool:

@@ -75,7 +75,6 @@ class States:
         return 0, None
 
     def has(self, name: BlockHash) -> bool:
-        """True if there is a snapshot of this name."""
         return name in self._slots
 
     def slot_of(self, name: BlockHash) -> int | None:

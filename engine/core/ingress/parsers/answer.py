@@ -50,7 +50,6 @@ class AnswerParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """True in the reasoning."""
         return self._reasoning is not None and self._reasoning.is_inside
 
     def push(self, text: str) -> Sequence[AnswerEvent]:

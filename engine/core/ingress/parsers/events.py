@@ -101,7 +101,6 @@ class Collector:
         self._text.append(before + shown)
 
     def begin(self, name: str) -> None:
-        """Begin a call."""
         self._flush()
         self._index += 1
         self._events.append(CallBegins(self._index, name))

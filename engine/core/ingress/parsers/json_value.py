@@ -48,7 +48,6 @@ class JsonValue:
         self._scalar = ""  # number or word so far
 
     def feed(self, character: str) -> Step:
-        """Take the next character."""
         if self._is_string:
             return self._in_string(character)
         if self._scalar:

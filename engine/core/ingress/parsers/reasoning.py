@@ -53,7 +53,6 @@ class ReasoningParser:
 
     @property
     def is_inside(self) -> bool:
-        """True in the reasoning."""
         return self._place is _Place.INSIDE
 
     def push(self, text: str) -> ReasoningPiece:

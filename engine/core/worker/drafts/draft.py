@@ -42,7 +42,6 @@ class DraftCounts:
         return _num_tokens(self.survivals)
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
-        """Count one draft."""
         self.lengths[num_drafted] += 1
         self.survivals[num_accepted] += 1
 
