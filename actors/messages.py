@@ -76,6 +76,8 @@ class Registration:
     process: ProcessName | None = None
     adapters: tuple[Adapter, ...] = ()
     """Adapters that were loaded at run time and are in the worker's memory."""
+    num_blocks: int | None = None
+    """All blocks of the pool."""
     state_bytes: int = 0
     """Bytes of a recurrent state; 0: its model has none."""
 

@@ -81,6 +81,7 @@ class WorkerWatch:
             registration.fingerprint,
             registration.node,
             registration.attempts,
+            num_blocks=registration.num_blocks,
             state_bytes=registration.state_bytes,
         )
         self._processes[worker_id] = registration.process

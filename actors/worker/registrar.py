@@ -158,5 +158,6 @@ class Registrar:
             attempts=attempts,
             process=own_process(self._runtime.own_node()),
             adapters=self._adapters.all,
+            num_blocks=self._engine.pool.num_blocks,
             state_bytes=self._engine.exchange.state_bytes,
         )

@@ -16,7 +16,7 @@ from raydix.engine.core.manager.directory import PAUSED_WHY, Directory, explaine
 from raydix.engine.core.manager.explain import BlockSource, Decision, Eviction
 from raydix.engine.core.manager.instructions import DeliverSegment, Export, HandoverLost, Instruction, Lost
 from raydix.engine.core.manager.placement import CostModel
-from raydix.engine.core.manager.turns import PausedError, TurnLimits
+from raydix.engine.core.manager.turns import SILENT_S, PausedError, TurnLimits
 from raydix.engine.core.objectives import LATE_PRIORITY
 from raydix.engine.core.types import (
     Admission,
@@ -1028,6 +1028,29 @@ def test_a_waiting_request_asks_by_its_id_until_it_may_go_on(waiting: Directory)
     waiting.end_request("a1", 1.0)
     assert waiting.ask_again(["b1"], 1.5) == [None]
     admit(waiting, "b1", *prompt("b", 3))
+    assert waiting.turns.num_paused == 0
+
+
+def test_sessions_that_wait_keep_their_turn_while_there_is_no_worker(waiting: Directory) -> None:
+    """A worker dies, and another one starts half a minute later: whoever has waited longest goes on first."""
+    waiting.end_request("a1", 1.0)
+    waiting.remove_worker("w")
+    for now in (2.0, 15.0, 31.0):
+        assert waiting.ask_again(["b1"], now) == [None]
+        with pytest.raises(NoWorkerError):
+            waiting.admit(AdmitRequest("b1", 0, prompt("b", 3), 14), now)
+    [choice] = explained(waiting, "b1", None, 31.0)
+    assert choice["paused"] is not None and choice["paused"]["paused_s"] == 31.0
+
+    waiting.register("x", Role.MIXED, 1, 10, (), num_blocks=5)
+    with pytest.raises(PausedError) as raised:
+        waiting.admit(AdmitRequest("a2", 0, prompt("a", 3), 14), 32.0)
+    assert raised.value.paused.num_ahead == 1, "its place is gone with the worker, and b1 came before"
+    assert waiting.ask_again(["b1", "a2"], 32.5)[0] is None
+    waiting.admit(AdmitRequest("b1", 0, prompt("b", 3), 14), 33.0)
+    assert waiting.turns.num_paused == 1
+    # Who does not ask while there is a worker is forgotten as ever.
+    assert waiting.ask_again(["unknown"], 33.0 + SILENT_S) == [None]
     assert waiting.turns.num_paused == 0
 
 

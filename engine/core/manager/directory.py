@@ -147,11 +147,12 @@ class Directory:
         node: str = "",
         attempts: Container[AttemptName] = (),
         *,
+        num_blocks: int | None = None,
         state_bytes: int = 0,
     ) -> list[Instruction]:
         """Register a worker incarnation with the blocks of its pool, in place of an older incarnation. `attempts`:
         those under way there; what the worker has sent for others was lost if it did not arrive before.
-        `state_bytes`: as `CostModel.state_bytes`."""
+        `num_blocks`: all blocks of the pool, None if not known yet. `state_bytes`: as `CostModel.state_bytes`."""
         known = self.fleet.get(worker_id)
         if known is not None and known.epoch > epoch:
             return []
@@ -168,6 +169,7 @@ class Directory:
                 device=device,
                 fingerprint=fingerprint,
                 node=node,
+                num_blocks=num_blocks,
             )
         )
         self.stock.segments.keep_nodes(self.fleet.nodes)
@@ -202,6 +204,8 @@ class Directory:
         if worker is None:
             return []
         self.fleet.remove(worker_id)
+        if not self.fleet:
+            self.turns.suspend()
         self.stock.segments.keep_nodes(self.fleet.nodes)
 
         # The queue of a worker that is gone has no load. A later incarnation never had these prefills.

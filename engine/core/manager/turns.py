@@ -17,7 +17,7 @@ only that one has room.
 
 A pause is an answer to a request that asks again by its id alone, so nobody has to be told when it ends; it asks in
 full, with its blocks, when it may go on. A pause ends with the last of its requests, and after `SILENT_S` without a
-question.
+question. While there is no worker nobody is asked anything, and all pauses stay.
 """
 
 from collections import Counter, OrderedDict
@@ -105,6 +105,7 @@ class Turns:
         self._waiting: dict[str, _Pause] = {}  # the pause of each request that waits
         self._placed: Counter[str] = Counter()  # blocks in places, by worker
         self._tenants: Counter[str] = Counter()  # blocks in places, by tenant
+        self._is_suspended = False  # there has been no worker since the last question
 
     @property
     def num_placed(self) -> int:
@@ -198,6 +199,10 @@ class Turns:
             if not pause.requests:
                 del self._pauses[pause.session.number]
 
+    def suspend(self) -> None:
+        """There is no worker any more: requests wait for one, and no silence counts until the next question."""
+        self._is_suspended = True
+
     def clear(self) -> None:
         """Forget all places and pauses: nobody takes turns any more."""
         for each in (self._places, self._pauses, self._waiting, self._placed, self._tenants):
@@ -205,7 +210,7 @@ class Turns:
 
     def paused(self, now: float) -> dict[str, tuple[Session, Paused]]:
         """The paused requests by id, each with its session and the answer that it gets."""
-        order = [pause for pause in self._order() if now - pause.asked_at < SILENT_S]
+        order = [pause for pause in self._order() if self._is_suspended or now - pause.asked_at < SILENT_S]
         return {
             request_id: (pause.session, self._told(pause, rank, now))
             for rank, pause in enumerate(order)
@@ -331,8 +336,11 @@ class Turns:
             if is_stale or place.worker not in sizes:
                 self._leave(number)
         for pause in [*self._pauses.values()]:
-            if now - pause.asked_at >= SILENT_S:
+            if self._is_suspended:
+                pause.asked_at = now
+            elif now - pause.asked_at >= SILENT_S:
                 self._end_pause(pause)
+        self._is_suspended = False
 
     def _end_pause(self, pause: _Pause) -> None:
         del self._pauses[pause.session.number]
