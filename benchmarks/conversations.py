@@ -20,8 +20,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.command import begin, command_parser
-from benchmarks.mixed_bodies import Asked, chunks_of, json_of
-from benchmarks.words import WORDS
+from benchmarks.mixed_bodies import WORDS, Asked, chunks_of, json_of
 
 WORDS_OF_A_TURN = 32
 TIMEOUT_S = 300.0
