@@ -4,6 +4,7 @@
 through random events.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -102,6 +103,41 @@ def test_a_waiting_request_gets_its_snapshot_from_the_one_that_computes() -> Non
     submit(worker.scheduler, other)
     events = run_all(worker.scheduler, worker.model)["other"]
     assert events[-1].cached_tokens == 16 and tokens_of(events) == answer_to(other)
+
+
+class Counted(OrderedDict[bytes, Any]):
+    """Counts the names that are looked for."""
+
+    num_looks = 0
+
+    def __contains__(self, name: object) -> bool:
+        self.num_looks += 1
+        return super().__contains__(name)
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        self.num_looks += 1
+        return super().get(name, default)
+
+
+def test_a_waiting_request_looks_at_few_of_its_blocks_in_each_step() -> None:
+    """Its prompt of 256 blocks parts behind 200 of them from one that is computed in chunks of one block."""
+    worker = Worker(num_blocks=600, budget=4)
+    worker.scheduler._contents.computing, worker.states._slots = Counted(), Counted()
+    computing, snapshots = worker.scheduler._contents.computing, worker.states._slots
+    shared = tuple(token % 50 for token in range(800))
+    for name, token in (("a", 1), ("b", 2)):
+        submit(worker.scheduler, make_assignment(name, (*shared, *[token] * 224)))
+    step(worker.scheduler, worker.model)
+    assert [*worker.scheduler.running] == ["a"]
+    most = 0
+    while "b" not in worker.scheduler.running:
+        computing.num_looks = snapshots.num_looks = 0
+        step(worker.scheduler, worker.model)
+        if "b" not in worker.scheduler.running:
+            most = max(most, computing.num_looks + snapshots.num_looks)
+    assert 0 < most < 40, "it looked at all of its 256 blocks"
+    assert 200 in worker.snapshots_of(shared), "the running one left a snapshot where they part"
+    assert worker.scheduler.running["b"].num_cached_tokens == 800
 
 
 def test_of_requests_that_part_at_one_place_the_first_computes() -> None:

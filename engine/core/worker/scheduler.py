@@ -367,7 +367,7 @@ class Scheduler:
         if self.snapshots is None:
             return is_being_computed
         if is_being_computed:
-            self.snapshots.want(request, self._contents.computing)
+            self.snapshots.want(request, len(matched), self._contents.computing)
         return is_being_computed or self.snapshots.is_coming(request, len(matched))
 
     @property

@@ -15,6 +15,7 @@ drafted chunk it writes the state behind every row, of which the one behind the 
 token has left no trace in it.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -33,8 +34,8 @@ class Snapshots:
         self._states = states
         self._written: list[int] = []
         """Slots that the step under way writes, each held once."""
-        self._wanted: set[BlockHash] = set()
-        """Blocks at whose end a waiting request would go on."""
+        self._wanted: dict[BlockHash, int] = {}
+        """Blocks at whose end a waiting request would go on, with the number of blocks up to there."""
         self._coming: dict[BlockHash, Request] = {}
         """Snapshots that a running request will take behind blocks that are in the pool."""
         self._rolling: dict[BlockHash, Request] = {}
@@ -50,16 +51,20 @@ class Snapshots:
     def is_coming(self, request: Request, num_matched: int) -> bool:
         """True if a running request is about to take a snapshot from which a waiting one, with so many blocks in the
         pool, would go on further than it could now."""
-        hashes = request.full_hashes()[: _num_usable(request, num_matched)]
-        num_known, _ = self._states.longest(hashes)
-        return any(block_hash in self._coming for block_hash in hashes[num_known:])
+        hashes, num_usable = request.full_hashes(), _num_usable(request, num_matched)
+        # Few snapshots are coming, where prompts may have thousands of blocks.
+        places = ((name, each.parted_at) for name, each in self._coming.items())
+        coming = max((at for name, at in places if at and at <= num_usable and hashes[at - 1] == name), default=0)
+        return coming > 0 and not any(map(self._states.has, hashes[coming - 1 : num_usable]))
 
-    def want(self, request: Request, computing: Mapping[BlockHash, Request]) -> None:
-        """Ask for a snapshot where the prompt of a waiting request parts from those that are being `computing`."""
-        hashes = request.full_hashes()[: _num_usable(request, len(request.hashes))]
-        behind = [block_hash for block_hash in hashes if block_hash in computing]
-        if behind:
-            self._wanted.add(behind[-1])
+    def want(self, request: Request, num_matched: int, computing: Mapping[BlockHash, Request]) -> None:
+        """Ask for a snapshot where the prompt of a waiting request, with so many blocks in the pool and the next one
+        among those that are being `computing`, parts from these."""
+        hashes, num_usable = request.full_hashes(), _num_usable(request, len(request.hashes))
+        # A running request computes its blocks in their order, so those of this prompt follow each other.
+        num_common = bisect_left(hashes, True, num_matched, num_usable, key=lambda name: name not in computing)
+        if num_common > num_matched:
+            self._wanted[hashes[num_common - 1]] = num_common
 
     def begin(self, request: Request) -> None:
         """Go on from the last snapshot before `num_computed`; without one from the beginning."""
@@ -218,10 +223,9 @@ class Snapshots:
         }
         if request.parted_at is not None:
             num_blocks.add(request.parted_at)
-        if self._wanted:
-            wanted = self._wanted
-            num_blocks |= {number for number, block_hash in enumerate(request.hashes, 1) if block_hash in wanted}
-        return {number * block_size for number in num_blocks if number <= len(request.hashes)}
+        hashes = request.hashes
+        num_blocks |= {at for name, at in self._wanted.items() if at <= len(hashes) and hashes[at - 1] == name}
+        return {number * block_size for number in num_blocks if number <= len(hashes)}
 
     def _take(self, *, may_drop: bool = True) -> int | None:
         slot = self._states.allocate(may_drop=may_drop)
