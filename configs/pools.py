@@ -50,6 +50,7 @@ class WorkerSection(Section):
     @field_validator("num_gpus")
     @classmethod
     def _computes_on_one(cls, num_gpus: float) -> float:
+        # A part of a GPU is right: several small workers share one.
         if num_gpus > 1:
             raise ValueError(
                 f"{num_gpus:g} are more than the one GPU that a worker computes on (there is no tensor parallelism), "
@@ -59,6 +60,7 @@ class WorkerSection(Section):
 
     @model_validator(mode="after")
     def _budget_covers_decodes(self) -> Self:
+        # Decodes are never put off for the budget, so it must have a token for each of them.
         if self.token_budget < self.max_requests:
             raise ValueError(
                 f"token_budget ({self.token_budget}) must be at least max_requests ({self.max_requests}): "
@@ -100,6 +102,7 @@ class ElasticSection(WorkerSection):
     @model_validator(mode="after")
     def _one_number(self) -> Self:
         if self.max_replicas is None:
+            # 1 is the default: a value that would have no effect is refused, not ignored.
             if self.min_replicas != 1:
                 raise ValueError(
                     f"min_replicas ({self.min_replicas}) needs max_replicas: without it the number is fixed"

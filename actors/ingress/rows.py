@@ -24,6 +24,7 @@ AnswerLine: TypeAlias = Callable[[str, bytes, str | None], Awaitable[LineAnswer]
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 PLACE = "idx_in_batch"  # the processor's own field, which tells its requests from others
+# Pauses of a row that waits for room: each is twice the one before.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
 PATIENCE_S = 600.0  # pauses in all after which a row that finds no room, or no worker, fails
 SERVER_ERROR = 500
@@ -50,6 +51,7 @@ async def answer_row(
         if found.status == HTTPStatus.OK:
             whole: Json = await asyncio.to_thread(orjson.loads, found.body)
             return whole
+        # Pauses count, not the time of answers: a slow server is no reason to give up.
         if not found.may_retry or waited_s >= PATIENCE_S:
             raise _error_in(found)
         await sleep(pause_s)
@@ -77,6 +79,7 @@ def _read(request: RowRequest) -> tuple[bytes, str | None]:
 
 def _error_in(answer: LineAnswer) -> Exception:
     error = orjson.loads(answer.body)["error"]
+    # A ValueError is the row's own fault, after which a dataset may go on without the row.
     if answer.status < SERVER_ERROR and not answer.may_retry:
         return ValueError(error["message"])
     failed = ServiceError(error["message"])

@@ -177,6 +177,7 @@ class GgufModel:
             ) from error
 
         values = self._in_order(name, values)
+        # llama.cpp adds the one that Gemma's layers add themselves.
         if self.kind.startswith("gemma") and name.endswith("norm.weight"):
             values = values - np.float32(1.0)
 
@@ -196,6 +197,7 @@ class GgufModel:
         hf_name, kind = self._hf_name(name), self._kind(name) if keeps else None
         tensor = self.tensor(name) if kind is None else self.blocks(name)
         hf_name = hf_name if kind is None else f"{hf_name}.{kind}"
+        # The experts of a layer are one tensor in the file, and one each here.
         if "{}" not in hf_name:
             return {hf_name: tensor}
         return {hf_name.format(expert): weight.clone() for expert, weight in enumerate(tensor)}
@@ -219,6 +221,7 @@ class GgufModel:
         kinds = [self._kind(name) for name, _ in matrices]
         if not any(kinds):
             return None
+        # Matrices of other kinds are widened to bfloat16.
         bits = [16.0 if kind is None else MEMORY_BITS[kind] for kind in kinds]
         total = sum(size * of_each for (_, size), of_each in zip(matrices, bits, strict=True))
         return round(total / sum(size for _, size in matrices), 2)
@@ -268,6 +271,7 @@ class GgufModel:
             extra["attn_logit_softcapping"] = float(self._setting("attn_logit_softcapping", 50.0))
             extra["final_logit_softcapping"] = float(self._setting("final_logit_softcapping", 30.0))
         else:
+            # Of six layers the last one has no window, in every published Gemma 3; the file does not say.
             pattern = range(1, int(config["num_hidden_layers"]) + 1)
             extra["layer_types"] = ["full_attention" if layer % 6 == 0 else "sliding_attention" for layer in pattern]
 
@@ -296,6 +300,7 @@ class GgufModel:
         if value is None:
             raise StartupError(f"{self.path} lacks the setting {self.kind}.{key}")
         if isinstance(value, list):
+            # A value for each layer is fine where all are equal; layers that differ are in no configuration here.
             if len(set(value)) != 1:
                 raise StartupError(f"{self.path} sets {self.kind}.{key} for each layer, which is not supported")
             value = value[0]
@@ -373,6 +378,7 @@ def _write_weights(model: GgufModel, folder: Path, progress: Callable[[str], Non
 
     for name in model.hf_names():
         num_bytes = model.num_bytes(name, keeps=keeps)
+        # A tensor that is larger than a shard gets one of its own.
         if shards[-1] and filled_bytes + num_bytes > _SHARD_BYTES:
             shards.append([])
             filled_bytes = 0

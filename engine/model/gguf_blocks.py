@@ -64,19 +64,23 @@ def _of_32(blocks: Tensor, bits: int, zero: int, numbers: Tensor, *, has_least: 
 
 
 def _q4_0(blocks: Tensor) -> GroupedWeight:
+    # Two bytes of scale, sixteen of numbers around 8.
     return _of_32(blocks, 4, 8, _nibbles(blocks[:, :, 2:]), has_least=False)
 
 
 def _q4_1(blocks: Tensor) -> GroupedWeight:
+    # Two bytes of scale, two of the least value, sixteen of numbers.
     return _of_32(blocks, 4, 0, _nibbles(blocks[:, :, 4:]), has_least=True)
 
 
 def _q5_0(blocks: Tensor) -> GroupedWeight:
+    # Scale, a word of fifth bits, and the lower four bits; numbers around 16.
     numbers = _nibbles(blocks[:, :, 6:]) | _fifth_bits(blocks[:, :, 2:6])
     return _of_32(blocks, 8, 16, numbers, has_least=False)
 
 
 def _q5_1(blocks: Tensor) -> GroupedWeight:
+    # Scale, least value, a word of fifth bits, and the lower four bits.
     numbers = _nibbles(blocks[:, :, 8:]) | _fifth_bits(blocks[:, :, 4:8])
     return _of_32(blocks, 8, 0, numbers, has_least=True)
 
@@ -97,9 +101,10 @@ def _factors_of_k(data: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_k(blocks: Tensor, bits: int, numbers: Tensor) -> GroupedWeight:
+    # Two bytes of scale, two of the least value, twelve of the factors of both for each 32 weights, then the numbers.
     factors, least_factors = _factors_of_k(blocks[:, :, 4:16])
     return GroupedWeight(
-        groups=Groups(bits, 32, 256, 0, has_least=True),
+        groups=Groups(bits, size=32, super=256, zero=0, has_least=True),
         numbers=_rows(numbers),
         scales=_halves(blocks, 0),
         factors=_rows(factors),
@@ -132,14 +137,14 @@ def _q6_k(blocks: Tensor) -> GroupedWeight:
     upper = upper >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
     numbers = lower.reshape(*blocks.shape[:2], 2, 4, 32) | upper << 4
     return GroupedWeight(
-        groups=Groups(8, 16, 256, 32),
+        groups=Groups(8, size=16, super=256, zero=32),
         numbers=_rows(numbers.reshape(*blocks.shape[:2], 256)),
         scales=_halves(blocks, 208),
         factors=_rows(blocks[:, :, 192:208].contiguous().view(torch.int8)),
     )
 
 
-# Kinds of blocks that are kept, by GGUF's names.
+# Kinds of blocks that are kept, by GGUF's names: weights of a block, its bytes, and the way to take it apart.
 KINDS = {
     "Q4_0": Kind(32, 18, _q4_0),
     "Q4_1": Kind(32, 20, _q4_1),

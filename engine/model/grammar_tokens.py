@@ -70,6 +70,7 @@ def _pieces(source: str, tokens: Tokens) -> Iterator[str]:
         yield source[at : match.start()]
         at, piece = match.end(), match[0]
         if match["head"] is not None:
+            # Lark tells rules from terminals by their case alone.
             is_rule = match["name"].islower() and match["attributes"] is None
         elif match["json"] is not None:
             at = _end_of_object(source, match.end())
@@ -122,6 +123,7 @@ def _cuts(source: str, tokens: Tokens) -> list[tuple[int, str]]:
     while at < len(source):
         character = source[at]
         name = next((name for name in tokens if source.startswith(name, at)), None)
+        # Whatever is escaped stands for itself, here and in a class.
         if character == "\\":
             at += 2
             continue
@@ -138,6 +140,7 @@ def _cuts(source: str, tokens: Tokens) -> list[tuple[int, str]]:
             return []  # in a part of the expression the flags would be missing
         elif character in "()":
             depth += 1 if character == "(" else -1
+        # An alternative would reach across the parts between the tokens.
         elif character == "|" and not depth:
             return []
         at += 1

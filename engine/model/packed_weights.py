@@ -52,18 +52,22 @@ class Packing:
             StartupError: the weight's input features are not whole groups.
         """
         longest = LONGEST if self.group_size is None else min(self.group_size, LONGEST)
+        # The kernels know groups of 32, 64 and 128, and no weight has a group in part.
         if in_features % (self.group_size or longest) or longest not in (32, 64, LONGEST):
             raise StartupError(f"a weight of {in_features} columns in groups of {self.group_size} cannot be read")
         return longest
 
     def bits_in_memory(self) -> float:
         """Bits of a weight in memory, with its scale and zero."""
+        # Of each group 48 bits: a scale and a least value in float16, and a byte for each of their factors.
         return self.bits + 48 / min(self.group_size or LONGEST, LONGEST)
 
     def parts(self, weight: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
         """The tensors of a weight of this shape: of each the shape and the dtypes that it may have."""
         module, (rows, columns), count = weight.removesuffix(".weight"), shape, WORD_BITS // self.bits
         groups = columns // (self.group_size or columns)
+        # A word has numbers of neighbouring output features (AWQ), of input features (GPTQ), or of input features with
+        # a last word that need not be full (compressed-tensors).
         words, floats = ("I32",), ("F16", "BF16")
         if self.method == "compressed-tensors":
             found = {
@@ -111,8 +115,10 @@ class Packing:
 
         size = self.size(columns)
         times = columns // size // halves.shape[1]
+        # A symmetric weight has its zero in the middle of the numbers' range.
         middle = torch.full(halves.shape, 1 << (self.bits - 1), dtype=torch.uint8)
         least_factors = middle if zeros is None else zeros + self.zero_offset
+        # The first format stores the zero less one: 255 would be 256, and wrap around to 0.
         if zeros is not None and self.zero_offset and bool((zeros == 255).any()):
             raise StartupError(f"{weight} has a zero of 256, which eight bits do not hold")
         halves = halves.repeat_interleave(times, 1)
@@ -130,6 +136,7 @@ def unpacked(words: "Tensor", bits: int, dim: int, order: tuple[int, ...] | None
     """The numbers of int32 `words` [a, b] along `dim`, as uint8; `order`: places of a word's numbers among them."""
     import torch
 
+    # The lowest bits are the first number.
     shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
     apart = (words[..., None] >> shifts & (1 << bits) - 1).to(torch.uint8)
     if order is not None:
@@ -166,6 +173,7 @@ def _gptq(quantized: Mapping[str, Any]) -> Packing:
     bits = int(quantized["bits"])
     if bits not in (4, 8):
         raise _refused(f"gptq in {bits} bits")
+    # Such groups are of scattered columns, so that a row would be read all over.
     if quantized.get("desc_act"):
         raise _refused("gptq with desc_act, whose groups are not in the order of the columns")
     form = quantized.get("checkpoint_format", "gptq")

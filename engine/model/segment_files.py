@@ -46,6 +46,7 @@ class SegmentFiles:
             StartupError: the folder cannot be made, or another process uses it.
         """
         try:
+            # The user's alone: KV reveals prompts.
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,6 +89,7 @@ class SegmentFiles:
             OSError: there is no room, or the like; then nothing is left behind.
             ValueError: the payload contradicts the header.
         """
+        # What is damaged already must not get a file that looks whole.
         if payload.nbytes != header.num_bytes or checksum(payload) != header.checksum:
             raise ValueError("size or checksum differ")
 
@@ -99,6 +101,7 @@ class SegmentFiles:
             with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(_line_of(own))
                 file.write(full.data)
+            # No sync: a file that a power cut leaves torn has another checksum, and is computed again.
             unfinished.replace(path)
         except BaseException:
             unfinished.unlink(missing_ok=True)
@@ -119,6 +122,7 @@ class SegmentFiles:
                 found = _header_of(file)
                 if found is None or replace(found, retention=header.retention) != header:
                     raise DamagedFileError(f"{path} is not what it was")
+                # `scan` orders the files by this time after a restart.
                 os.utime(path)
                 return np.fromfile(file, np.uint8)
         except FileNotFoundError:

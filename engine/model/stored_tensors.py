@@ -66,11 +66,14 @@ def _weight_files(folder: Path) -> list[Path]:
             raise StartupError(f"{index} has no weight_map")
         files = [folder / name for name in sorted({str(value) for value in weight_map.values()})]
     else:
+        # One file by the usual name goes before others. Adapters may lie beside them, and Mistral's own copy of the same
+        # weights.
         files = [path for path in [folder / "model.safetensors"] if path.is_file()] or sorted(
             path for path in folder.glob("*.safetensors") if not path.name.startswith(("adapter", "consolidated"))
         )
 
     if not files:
+        # Pickles can run code when they are loaded, so they are named and not read.
         others = any(folder.glob("*.bin")) or any(folder.glob("*.pth"))
         advice = "; its weights are in PyTorch's pickle format: convert them to safetensors" if others else ""
         raise StartupError(f"{folder} has no model weights (*.safetensors){advice}")
@@ -88,6 +91,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             size = path.stat().st_size
+            # Compared before it is read: a torn file could name any length, up to 2^64 bytes.
             if length > size - 8:
                 raise ValueError("it is cut short or not a safetensors file")
             header: Mapping[str, Any] = json.loads(file.read(length))
@@ -105,6 +109,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
+        # Said now: in a mapped file the missing bytes would be a SIGBUS at their first use.
         if max((tensor.end for tensor in stored.values()), default=0) > size:
             raise ValueError("it is cut short")
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:

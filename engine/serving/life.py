@@ -133,6 +133,7 @@ def _parts_of(job: Job, answer: Answer, ended_at: float) -> Iterator[LifeSpan]:
             common["raydix.choice"] = answer.index
         for part in _parts_of_attempt(attempt, end, generation):
             part.about.update(common)
+            # Times of several processes: a part that would end before it begins is one of no length.
             yield part if part.ended_at >= part.began_at else part._replace(ended_at=part.began_at)
 
 
@@ -145,6 +146,7 @@ def _parts_of_attempt(attempt: AttemptFacts, end: float, generation: Generation)
     # A worker's clock is another one's: its waiting is laid behind the placement, where it began but for the way.
     answered_at = end if attempt.answered_at is None else attempt.answered_at
     prefilled_from = attempt.placed_at
+    # Once where one worker does both.
     for worker in dict.fromkeys((prefill, decode)):
         start = attempt.starts.get(worker)
         # Of a worker that sent nothing it is not known when it began.
@@ -162,6 +164,7 @@ def _parts_of_attempt(attempt: AttemptFacts, end: float, generation: Generation)
         return
 
     decoded_from = attempt.answered_at
+    # The decode worker waits for KV until then, so its tokens begin behind.
     if prefill != decode and attempt.handover_s is not None:
         decoded_from += attempt.handover_s
         about = {"raydix.from": prefill, "raydix.process": decode}

@@ -183,6 +183,7 @@ class BlockPool:
     ) -> None:
         """Release the blocks of an ended request, from its first block on: eviction learns. `marked`: retention of the
         first blocks, where it is another; `stop`: the reason of the answer's end, where it is known."""
+        # Without prefix caching nothing stays behind a request, so its blocks lose their names and become free.
         if self.keeps_blocks:
             self._queue.visit(self._path(blocks), now, retention, marked, stop)
         else:
@@ -249,6 +250,7 @@ class BlockPool:
 
     def take_over(self, block: int) -> bool:
         """Turn a cached block into a held, unnamed one for writing; False if the block has a holder."""
+        # Somebody reads it: writing into it would change their KV.
         if self._ref_counts[block] > 0:
             return False
         self._queue.forget(self._name(block))
@@ -330,6 +332,7 @@ class BlockPool:
             self.states.block_gone(block_hash, reason)
         if self.keeps_blocks:
             self._evicted_journal.append((block_hash, reason))
+        # Only its own entry: a block that was sealed later may stand there now.
         content, self._contents[block] = self._contents[block], None
         if content is not None and self._by_beginning.get(key := (content.parent, content.token_ids[0])) == block:
             del self._by_beginning[key]
