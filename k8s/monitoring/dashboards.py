@@ -256,6 +256,18 @@ CLUSTER = Dashboard(
         ),
     ],
 )
+# To the other dashboards; the form wants every field.
+LINKS = {
+    "type": "dashboards",
+    "title": "raydix",
+    "tags": ["raydix"],
+    "asDropdown": True,
+    "keepTime": True,
+    "includeVars": True,
+    "targetBlank": False,
+    "icon": "external link",
+    "tooltip": "",
+}
 DASHBOARDS = {"serving": SERVING, "cache": CACHE, "cluster": CLUSTER}  # the dashboards by the names of their files
 
 
@@ -272,7 +284,7 @@ def written(dashboard: Dashboard) -> dict[str, Any]:
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
         "graphTooltip": 1,
-        "links": [{"type": "dashboards", "title": "raydix", "tags": ["raydix"], "asDropdown": True, "keepTime": True}],
+        "links": [LINKS],
         "annotations": {"list": []},
         "templating": {"list": [{"name": "datasource", "type": "datasource", "query": "prometheus"}]},
         "panels": [_panel(number, panel) for number, panel in enumerate(dashboard.panels)],

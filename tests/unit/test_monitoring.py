@@ -13,7 +13,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.skips import NO_PROMETHEUS, has_no_prometheus
+from tests.skips import NO_GRAFANA, NO_PROMETHEUS, NODE_MODULES, has_no_grafana, has_no_prometheus
 from tests.unit.test_metrics import MeasuredScene
 
 ROOT = Path(__file__).parents[2]
@@ -149,6 +149,40 @@ def test_a_dashboard_has_the_form_that_grafana_reads(name: str) -> None:
         for y in range(position["y"], position["y"] + position["h"])
     ]
     assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24, "panels lie beside each other"
+
+
+# Of a dashboard that is right: one text of it, another one in its place, and a word of the compiler's complaint.
+FAULTS = {
+    "an unknown kind of legend": ('"displayMode": "list"', '"displayMode": "lists"', "lists"),
+    "an unknown option": ('"placement"', '"placing"', "placing"),
+    "an unknown panel": ('"type": "timeseries"', '"type": "graph"', "graph"),
+    "a link without a field": ('"tooltip": ""', '"tip": ""', "tip"),
+}
+
+
+@pytest.mark.skipif(has_no_grafana(), reason=NO_GRAFANA)
+def test_a_dashboard_has_the_types_that_grafana_publishes(tmp_path: Path) -> None:
+    """And what they do not allow is found."""
+    (tmp_path / "node_modules").symlink_to(NODE_MODULES)
+    (tmp_path / "grafana.ts").write_text((ROOT / "tests/page/grafana.ts").read_text())
+    texts = {name: (FOLDER / f"{name}.json").read_text() for name in NAMES}
+    for number, (right, wrong, _) in enumerate(FAULTS.values()):
+        assert right in texts["serving"]
+        texts[f"fault{number}"] = texts["serving"].replace(right, wrong, 1)
+    for name, text in texts.items():
+        (tmp_path / f"{name}.ts").write_text(
+            f"import type {{ Written }} from './grafana';\nexport const dashboard: Written = {text};"
+        )
+    options = (
+        "--noEmit --strict --skipLibCheck --target es2022 --module es2022 --moduleResolution bundler --pretty false"
+    )
+    command = [str(NODE_MODULES / ".bin/tsc"), *options.split(), *(f"{name}.ts" for name in texts)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    complaints = done.stdout + done.stderr
+    assert not [line for line in complaints.splitlines() if line.startswith(NAMES)], complaints
+    for number, (name, (_, _, word)) in enumerate(FAULTS.items()):
+        found = [line for line in complaints.splitlines() if line.startswith(f"fault{number}.ts") and word in line]
+        assert found, (name, complaints)
 
 
 def test_the_dashboards_are_those_that_the_program_writes() -> None:
