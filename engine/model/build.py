@@ -105,8 +105,7 @@ def build_engine(
         max_model_len=max_model_len,
         fingerprint=f"{identity.fingerprint}/{made_by}",
         swap_space=swap_space,
-        # A preempted request goes on from its last snapshot, so its KV is left in the pool.
-        swap_bytes=0 if states is not None else settings.swap_bytes,
+        swap_bytes=settings.swap_bytes,
         grammars=grammars,
         drafter=drafter,
         tenants=settings.tenants,

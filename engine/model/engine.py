@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from raydix.engine.core.costs import StepShape, WorkerCosts
 from raydix.engine.core.hashing import root_hash
 from raydix.engine.core.log_fields import about
@@ -128,7 +130,12 @@ class Engine:
 
         self.first_costs = WorkerCosts(pair_share=pair_share)
         """Assumed until steps have been measured."""
-        swap_policy = SwapPolicy(swap_bytes // store.block_bytes, store.block_bytes, self.first_costs)
+        swap_policy = SwapPolicy(
+            swap_bytes // store.block_bytes,
+            store.block_bytes,
+            0 if states is None else states.state_bytes,
+            self.first_costs,
+        )
         self.scheduler = Scheduler(pool, limits, max_model_len, swap_policy, tenants=tenants)
         self.exchange = Exchange(store, self.scheduler.transfers, self.scheduler.imports, fingerprint, states)
         self.preemptions = PreemptionCounts()
@@ -251,7 +258,7 @@ class Engine:
             finished=outcome.finished,
             answered=outcome.answered,
             chunks=output.chunks,
-            shape=_shape(output, self.store.block_bytes),
+            shape=_shape(output, self.store.block_bytes, self.exchange.state_bytes),
             failures=failures,
             is_typical=step.is_whole,
         )
@@ -315,14 +322,28 @@ class Engine:
     def _swap(self, move: SwapOut | SwapIn) -> None:
         num_bytes, started = len(move.blocks) * self.store.block_bytes, time.perf_counter()
         if isinstance(move, SwapOut):
-            self.swap_space.put(move.request_id, self.store.export_blocks(move.blocks))
+            kept = self.store.export_blocks(move.blocks)
+            if move.state is not None:
+                state = self._states.export_states([move.state])
+                kept, num_bytes = np.concatenate((kept, state)), num_bytes + state.nbytes
+            self.swap_space.put(move.request_id, kept)
             self.preemptions.swapped_out_bytes += num_bytes
             self.preemptions.swapped_out_s += time.perf_counter() - started
         else:
             payload = self.swap_space.take(move.request_id)
+            if move.state is not None:
+                blocks_end = payload.nbytes - self._states.state_bytes
+                payload, state = payload[:blocks_end], payload[blocks_end:]
+                self._states.import_states(state, [move.state])
             self.store.import_blocks(payload[payload.nbytes - num_bytes :], move.blocks)
+            num_bytes += 0 if move.state is None else self._states.state_bytes
             self.preemptions.swapped_in_bytes += num_bytes
             self.preemptions.swapped_in_s += time.perf_counter() - started
+
+    @property
+    def _states(self) -> StateStore:
+        assert self.exchange.states is not None, "only a model with recurrent layers has states"
+        return self.exchange.states
 
     def _count(self, preempted: Iterable[str]) -> None:
         for request_id in preempted:
@@ -352,7 +373,7 @@ def error_event(assignment: Assignment, position: int, detail: str) -> TokenEven
     )
 
 
-def _shape(output: SchedulerOutput, block_bytes: int) -> StepShape:
+def _shape(output: SchedulerOutput, block_bytes: int, state_bytes: int) -> StepShape:
     num_tokens = num_decodes = num_drafted = 0
     num_pairs = 0.0
     for chunk in output.chunks:
@@ -361,7 +382,7 @@ def _shape(output: SchedulerOutput, block_bytes: int) -> StepShape:
         num_drafted += len(chunk.draft)
         num_pairs += chunk.num_tokens * (chunk.start + (chunk.num_tokens + 1) / 2)
     swaps = [move for move in output.moves if isinstance(move, SwapOut | SwapIn)]
-    num_bytes = sum(len(move.blocks) for move in swaps) * block_bytes
+    num_bytes = sum(len(move.blocks) * block_bytes + (move.state is not None) * state_bytes for move in swaps)
     return StepShape(
         num_prefill_tokens=num_tokens - num_decodes - num_drafted,
         num_decodes=num_decodes,

@@ -36,6 +36,7 @@ def make_engine(
     num_blocks: int = 100,
     drafter: Drafter | None = None,
     max_len: int = 100,
+    swap_bytes: int = 0,
 ) -> Engine:
     store = make_pool(decoder.config, num_blocks, BLOCK_SIZE, torch.bfloat16, decoder.device)
     limits = SchedulerLimits(budget, 16)
@@ -43,7 +44,7 @@ def make_engine(
     states = StatePool(decoder.config, NUM_STATES) if is_recurrent else None
     runner = make_runner(decoder, store, limits, states=states)
     pool = BlockPool(num_blocks, BLOCK_SIZE, states=States(NUM_STATES) if is_recurrent else None)
-    return Engine(runner, store, pool, limits, max_len, "model", swap_bytes=0, drafter=drafter, states=states)
+    return Engine(runner, store, pool, limits, max_len, "model", swap_bytes=swap_bytes, drafter=drafter, states=states)
 
 
 def ask(name: str, prompt: Sequence[int] = PROMPT) -> Assignment:
@@ -52,7 +53,7 @@ def ask(name: str, prompt: Sequence[int] = PROMPT) -> Assignment:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits(case: str, tmp_path: Path) -> None:
-    """Cold, from the cache, in chunks, in a batch, preempted, and with drafts."""
+    """Cold, from the cache, in chunks, in a batch, preempted, swapped, and with drafts."""
     reference(case, tmp_path)
     decoder = Decoder.from_folder(tmp_path, torch.bfloat16, "cpu")
     if not decoder.has_independent_rows:
@@ -70,6 +71,11 @@ def test_the_same_bits(case: str, tmp_path: Path) -> None:
     crowded.scheduler.swap_policy.costs = WorkerCosts(swap_s=0.0, swap_byte_s=0.0)
     assert run(crowded, every) == together
     assert crowded.preemptions.num_recomputed > 0
+
+    swapping = make_engine(decoder, num_blocks=15, swap_bytes=1 << 30)
+    swapping.scheduler.swap_policy.costs = WorkerCosts(swap_s=0.0, swap_byte_s=0.0)
+    assert run(swapping, every) == together, "swapped"
+    assert swapping.preemptions.num_swapped > 0
 
     # Its own first answer is the best of drafts for the second one.
     drafting = make_engine(decoder, drafter=Drafter(DraftLimits()))

@@ -118,6 +118,8 @@ class FakeModel:
         self.block_bytes = pool.block_size * KEY_BYTES
         self.swapped: dict[str, list[list[int]]] = {}
         """The keys of each block that is kept outside the pool."""
+        self.swapped_states: dict[str, int] = {}
+        """The state of each preempted request that was kept outside last."""
         self.states = np.zeros(0 if pool.states is None else pool.states.num_slots, np.int64)
         """What a recurrent layer would know behind a position: its key."""
         self.state_bytes = KEY_BYTES
@@ -160,10 +162,16 @@ class FakeModel:
         match move:
             case CopyBlock(source, target):
                 self.copy_block(source, target)
-            case SwapOut(request_id, blocks):
+            case SwapOut(request_id, blocks, state):
                 self.swapped[request_id] = self.cells[list(blocks)].tolist()
-            case SwapIn(request_id, blocks):
-                self.cells[list(blocks)] = self.swapped.pop(request_id)[-len(blocks) :]
+                if state is not None:
+                    self.swapped_states[request_id] = int(self.states[state])
+            case SwapIn(request_id, blocks, state):
+                kept = self.swapped.pop(request_id)
+                if blocks:
+                    self.cells[list(blocks)] = kept[-len(blocks) :]
+                if state is not None:
+                    self.states[state] = self.swapped_states[request_id]
             case SwapDrop(request_id):
                 self.swapped.pop(request_id)
 

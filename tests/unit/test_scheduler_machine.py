@@ -137,12 +137,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         draft_token_s: float,
         num_states: int | None,
     ) -> None:
-        """`num_states`: of a model with recurrent layers, whose requests are never swapped."""
+        """`num_states`: of a model with recurrent layers."""
         self.chance = None if draft_seed is None else random.Random(draft_seed)
         self.public_prefix: tuple[int, ...] = public_prefix
         states = None if num_states is None else States(num_states)
         self.pool = BlockPool(num_blocks, block_size, keeps_blocks=keeps_blocks, states=states)
-        swap_blocks = 0 if states is not None else swap_blocks
         self.model = FakeModel(self.pool)
         self.limits = SchedulerLimits(token_budget, max_requests)
         self.max_model_len = max(2, num_blocks * block_size - spare)

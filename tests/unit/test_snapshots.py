@@ -6,6 +6,7 @@ through random events.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.core.worker.states import States
+from raydix.engine.core.worker.step import SwapIn
 from raydix.engine.core.worker.swaps import SwapPolicy
 from tests.unit.builders import (
     FakeModel,
@@ -39,13 +41,21 @@ PROMPT = tuple(token % 4 for token in range(7, 29))
 class Worker:
     """A scheduler with states over a fake model."""
 
-    def __init__(self, num_states: int = 12, num_blocks: int = 60, budget: int = 100, max_requests: int = 8) -> None:
+    def __init__(
+        self,
+        num_states: int = 12,
+        num_blocks: int = 60,
+        budget: int = 100,
+        max_requests: int = 8,
+        swap_blocks: int = 0,
+    ) -> None:
         self.states = States(num_states)
         self.pool = BlockPool(num_blocks, 4, states=self.states)
         self.model = FakeModel(self.pool)
-        costs = WorkerCosts(draft_token_s=0.0)
+        costs = WorkerCosts(draft_token_s=0.0, swap_s=0.0, swap_byte_s=0.0)
         limits = SchedulerLimits(budget, max_requests)
-        self.scheduler = Scheduler(self.pool, limits, num_blocks * 4, SwapPolicy(costs=costs))
+        policy = SwapPolicy(swap_blocks, self.model.block_bytes, self.model.state_bytes, costs)
+        self.scheduler = Scheduler(self.pool, limits, num_blocks * 4, policy)
 
     def ask(self, name: str, prompt: Sequence[int], **options: object) -> int:
         """Answer one prompt; returns the tokens of the prompt that were not computed."""
@@ -175,6 +185,33 @@ def test_a_preempted_request_goes_on_from_its_last_snapshot() -> None:
     assert events == {each.request_id: answer_to(each) for each in assignments}
     back = [start for each in starts.values() for before, start in pairwise(each) if start < before]
     assert max(back) > 0, "computed again from somewhere in the middle"
+
+
+def test_a_swapped_request_goes_on_where_it_was() -> None:
+    """With its KV and its state from outside; or, where the pool has all its KV still, with the state alone."""
+    worker = Worker(num_blocks=16, swap_blocks=100)
+    assignments = [make_assignment(name, PROMPT[at : at + 12], max_tokens=30) for at, name in enumerate("abc")]
+    for assignment in assignments:
+        submit(worker.scheduler, assignment)
+    events, starts = dict[str, list[int | None]](), dict[str, list[int]]()
+    num_swapped = 0
+    while worker.scheduler.requests:
+        output, outcome = step(worker.scheduler, worker.model)
+        worker.scheduler.check_integrity()
+        num_swapped += sum(isinstance(move, SwapIn) for move in output.moves)
+        for chunk in output.chunks:
+            starts.setdefault(chunk.request.request_id, []).append(chunk.start)
+        for event in outcome.events:
+            events.setdefault(event.request_id, []).append(event.token_id)
+    assert events == {each.request_id: answer_to(each) for each in assignments}
+    assert num_swapped > 0
+    assert all(before < start for each in starts.values() for before, start in pairwise(each)), "nothing twice"
+
+
+def test_a_state_takes_room_outside_the_pool() -> None:
+    policy = SwapPolicy(max_blocks=100, block_bytes=100, state_bytes=250)
+    assert policy.num_extra == 3
+    assert policy.pays(1, 50, 0, 100) and not replace(policy, state_bytes=10**9).pays(1, 50, 0, 100)
 
 
 def test_without_caching_nothing_is_kept() -> None:

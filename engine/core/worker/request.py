@@ -27,6 +27,8 @@ class Swapped:
     num_blocks: int
     num_computed: int
     """Leading positions whose KV lies in the kept blocks or the blocks before them."""
+    num_extra: int = 0
+    """Room of the recurrent state behind these positions, in blocks."""
 
 
 @dataclass(slots=True, eq=False)

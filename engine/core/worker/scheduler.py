@@ -107,7 +107,6 @@ class Scheduler:
         self.transfers = Transfers(pool, self.requests)
         self.drafting = Drafting(pool, self.swap_policy, limits.token_budget, max_model_len)
         self.snapshots = None if pool.states is None else Snapshots(pool, pool.states)
-        assert self.snapshots is None or self.swap_policy.max_blocks == 0, "states are not kept outside their pool"
 
     # Requests
 
@@ -454,12 +453,11 @@ class Scheduler:
 
         # KV from the cache, from outside the pool, from a handover, or from a similar block.
         request.begin_with(matched)
-        if self.snapshots is not None:
-            if not self._contents.take_tail(request, self.snapshots):
+        if not self.swaps.swap_in(request, now) and not self._contents.take_tail(request, self.snapshots):
+            if self.snapshots is not None:
                 self.snapshots.begin(request)
-        elif not self.swaps.swap_in(request, now):
-            self._contents.take_tail(request)
-            self._contents.copy_beginning(request, now)
+            else:
+                self._contents.copy_beginning(request, now)
         self._contents.begin(request, len(matched))
 
         request.note_start(now)

@@ -34,18 +34,22 @@ class CopyBlock:
 
 @dataclass(frozen=True, slots=True)
 class SwapOut:
-    """Keep the contents of `blocks` outside the pool for a preempted request."""
+    """Keep the contents of `blocks` outside the pool for a preempted request, and the recurrent state in slot `state`
+    if there is one."""
 
     request_id: str
     blocks: tuple[int, ...]
+    state: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SwapIn:
-    """Fill `blocks` with the last of the contents kept for the request, and drop the kept copy."""
+    """Fill `blocks` with the last of the contents kept for the request, and slot `state` with the kept state, and drop
+    the kept copy."""
 
     request_id: str
     blocks: tuple[int, ...]
+    state: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

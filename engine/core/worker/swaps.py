@@ -21,11 +21,19 @@ class SwapPolicy:
     max_blocks: int = 0
     """Limit of blocks kept outside the pool for all requests together; 0: never swap."""
     block_bytes: int = 0
+    state_bytes: int = 0
+    """Of a model with recurrent layers."""
     costs: WorkerCosts = field(default_factory=WorkerCosts)
 
+    @property
+    def num_extra(self) -> int:
+        """Room that a request's recurrent state takes, in blocks."""
+        return -(-self.state_bytes // self.block_bytes) if self.block_bytes else 0
+
     def pays(self, num_blocks: int, num_lost: int, num_kept: int, token_budget: int) -> bool:
-        """True if copying `num_blocks` out and in is quicker than computing `num_lost` tokens after `num_kept`."""
-        swap_s = 2 * self.costs.swap_once_s(num_blocks * self.block_bytes)
+        """True if copying `num_blocks` and a recurrent state out and in is quicker than computing `num_lost` tokens
+        after `num_kept`."""
+        swap_s = 2 * self.costs.swap_once_s(num_blocks * self.block_bytes + self.state_bytes)
         return swap_s < self.costs.prefill_s(num_lost, num_kept, token_budget, num_decodes=0)
 
 
@@ -52,7 +60,8 @@ class Swaps:
         self._moves.append(CopyBlock(source, target))
 
     def swap_out(self, request: Request, preempted: Iterable[Request]) -> None:
-        """Keep a request's own blocks outside the pool, if they fit beside `preempted` and recomputing is slower.
+        """Keep a request's own blocks and its recurrent state outside the pool, if they fit beside `preempted` and
+        recomputing is slower.
 
         Own blocks are the computed ones from the first block on that no other request holds.
         """
@@ -65,11 +74,12 @@ class Swaps:
         # Room outside the pool is bounded, and short contents are computed more quickly than copied.
         if (
             own
-            and num_swapped_blocks(preempted) + len(own) <= self._policy.max_blocks
+            and num_swapped_blocks(preempted) + len(own) + self._policy.num_extra <= self._policy.max_blocks
             and self._policy.pays(len(own), request.num_computed - num_kept, num_kept, self.token_budget)
         ):
-            request.swapped = Swapped(first, len(own), request.num_computed)
-            self._moves.append(SwapOut(request.request_id, own))
+            request.swapped = Swapped(first, len(own), request.num_computed, self._policy.num_extra)
+            # The slot may be given to others at once: they write it in the step, after all moves.
+            self._moves.append(SwapOut(request.request_id, own, request.state))
 
     def swap_in(self, request: Request, now: float) -> bool:
         """Continue from the kept contents.
@@ -80,12 +90,15 @@ class Swaps:
         if swapped is None:
             return False
 
-        # Blocks [num_matched, first_block + num_blocks) of the sequence come back from outside.
-        num_missing = swapped.first_block + swapped.num_blocks - num_matched
+        # Blocks [num_matched, first_block + num_blocks) of the sequence come back from outside; none where the pool has
+        # all of them, but no recurrent state as far on.
+        num_missing = max(0, swapped.first_block + swapped.num_blocks - num_matched)
+        state = None
         if (
             num_matched < swapped.first_block
-            or request.num_computed >= swapped.num_computed
+            or self._num_reached(request) >= swapped.num_computed
             or num_missing > self._pool.num_available
+            or (self._pool.states is not None and (state := self._pool.states.allocate()) is None)
         ):
             self.drop(request)
             return False
@@ -93,8 +106,16 @@ class Swaps:
         blocks = self._pool.allocate(num_missing, now)
         request.blocks += blocks
         request.num_computed = swapped.num_computed
-        self._moves.append(SwapIn(request.request_id, tuple(blocks)))
+        request.state = state
+        self._moves.append(SwapIn(request.request_id, tuple(blocks), state))
         return True
+
+    def _num_reached(self, request: Request) -> int:
+        """Positions of a request that starts from which it could go on with what the pool has."""
+        if self._pool.states is None:
+            return request.num_computed
+        hashes = request.full_hashes()[: request.num_computed // request.block_size]
+        return self._pool.states.longest(hashes)[0] * request.block_size
 
     def cancel_swap_in(self, request: Request) -> None:
         """Leave the contents of a request outside that was preempted again before the step."""
@@ -108,8 +129,9 @@ class Swaps:
 
 
 def num_swapped_blocks(preempted: Iterable[Request]) -> int:
-    """Blocks kept outside the pool for preempted requests."""
-    return sum(request.swapped.num_blocks for request in preempted if request.swapped is not None)
+    """Room taken outside the pool for preempted requests, in blocks."""
+    swapped = (request.swapped for request in preempted if request.swapped is not None)
+    return sum(each.num_blocks + each.num_extra for each in swapped)
 
 
 def _swaps_in(move: Move, request: Request) -> bool:
