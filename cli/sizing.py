@@ -64,8 +64,12 @@ def size_up(config: Config, model: ModelConfig, machine: Machine) -> Sizes:
             f"{model.architecture} has experts, which run on CPUs only: set workers.*.device to cpu, or take a model "
             "without experts"
         )
-    if model.recurrent is not None:
-        _check_recurrent(config, model, machine)
+    if model.recurrent is not None and any(
+        runs_on_gpu(config, each, machine) for each in config.workers.sections.values()
+    ):
+        raise StartupError(
+            f"{model.architecture} has recurrent layers, which run on CPUs only: set workers.*.device to cpu"
+        )
     block_bytes = kv_block_bytes(model, config.cache.block_size, config.model.dtype)
     rooms = {role: _room_gib(config, section, model, machine) for role, section in config.workers.sections.items()}
     weights_gib = max(_weights_gib(config, section, model, machine) for section in config.workers.sections.values())
@@ -134,16 +138,6 @@ def runs_on_gpu(config: Config, section: WorkerSection, machine: Machine) -> boo
     if section.device == "auto":
         return bool(machine.large_gpus_gib) and config.model.quantization is None
     return section.device == "cuda"
-
-
-def _check_recurrent(config: Config, model: ModelConfig, machine: Machine) -> None:
-    """Refuse what a model with recurrent layers cannot have: its states are in the memory of workers on CPUs."""
-    sections = config.workers.sections
-    why = f"{model.architecture} has recurrent layers, "
-    if any(runs_on_gpu(config, section, machine) for section in sections.values()):
-        raise StartupError(f"{why}which run on CPUs only: set workers.*.device to cpu")
-    if config.cache.disk_gib:
-        raise StartupError(f"{why}whose states are not kept on disk: set cache.disk_gib to 0")
 
 
 def _num_states(config: Config, model: ModelConfig, pool_gib: float) -> int:

@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
+import raydix.actors.manager.executor as executor_module
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.manager.kv_cache_manager import KVCacheManager
 from raydix.actors.names import incarnation_name
@@ -32,12 +34,14 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     return scene
 
 
-async def start(scene: Scene, roles: Mapping[str, Role] = MIXED) -> tuple[KVCacheManager, Dispatcher]:
-    manager = await scene.local.start_manager()
+async def start(
+    scene: Scene, roles: Mapping[str, Role] = MIXED, disk: Path | None = None, epoch: int = 1
+) -> tuple[KVCacheManager, Dispatcher]:
+    manager = await scene.local.start_manager(disk)
     for worker_id, role in roles.items():
-        scene.workers[worker_id] = await scene.local.start_worker(role, worker_id)
+        scene.workers[worker_id] = await scene.local.start_worker(role, worker_id, epoch)
     await until(lambda: scene.num_registered(manager) == len(roles))
-    dispatcher = make_dispatcher(scene.local)
+    dispatcher = make_dispatcher(scene.local, f"ingress {epoch}")
     dispatcher.start()
     return manager, dispatcher
 
@@ -98,6 +102,40 @@ def test_a_worker_that_leaves_gives_its_states_away(scene: Scene) -> None:
         [decision] = manager._directory.decisions.of("second")["second"]
         assert decision.prefill == other and decision.runs == (("store", 14), ("no_state", 1))
         assert scene.workers[other]._measurements.num_prefill_tokens == 4
+
+    scene.run(play())
+
+
+@pytest.mark.parametrize("roles", [{"m0": Role.MIXED}, SPLIT], ids=["mixed", "split"])
+def test_states_on_disk_survive_everybody(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roles: Mapping[str, Role]
+) -> None:
+    """After a restart the prompt and the next turn are hits, as far as a state had been written."""
+    monkeypatch.setattr(executor_module, "SAVE_S", 0.02)
+
+    def is_saved(manager: KVCacheManager) -> bool:
+        records = [record for _, record in manager._directory.stock.blocks.items()]
+        return all(record.segment is not None and record.segment.file is not None for record in records)
+
+    async def play() -> None:
+        manager, dispatcher = await start(scene, roles, tmp_path)
+        said = await ask(manager, dispatcher, "first", LONG)
+        # The pools' last changes are on their way while the directory has no reservation any more.
+        names = {name for worker in scene.workers.values() for name in worker._engine.pool.hashes()}
+        await until(lambda: all(manager._directory.stock.blocks.get(name) for name in names) and is_saved(manager))
+        for worker_id in roles:
+            scene.local.kill(f"{worker_id}:1")
+        scene.local.kill_manager()
+        scene.workers = {f"{worker_id} before": worker for worker_id, worker in scene.workers.items()}
+        before = num_prefilled(scene)
+
+        manager, dispatcher = await start(scene, roles, tmp_path, epoch=2)
+        await ask(manager, dispatcher, "again", LONG)
+        assert num_prefilled(scene) - before == 60 - 56
+        await ask(manager, dispatcher, "next", (*said, 1, 2, 3))
+        assert num_prefilled(scene) - before - 4 == len(said) + 3 - 68
+        [decision] = manager._directory.decisions.of("again")["again"]
+        assert decision.runs[0] == ("disk", 14)
 
     scene.run(play())
 

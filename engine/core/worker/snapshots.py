@@ -76,7 +76,7 @@ class Snapshots:
             self._states.hold(slot)
             request.state = slot
             # Somebody goes on from there, so it stays when the request that took it moves on.
-            self._rolling.pop(hashes[num_blocks - 1], None)
+            self._stays(hashes[num_blocks - 1])
         # What the pool has behind the snapshot is computed again, not to be stored: whoever parts there, too, shall
         # find a snapshot.
         num_usable = _num_usable(request, request.num_shared // request.block_size)
@@ -101,7 +101,7 @@ class Snapshots:
             request.state = None
         self._has_come(request)
         if request.rolling is not None and self._rolling.get(request.rolling) is request:
-            del self._rolling[request.rolling]
+            self._stays(request.rolling)
         request.rolling = None
 
     # A step
@@ -152,6 +152,7 @@ class Snapshots:
         held = [request.state for request in requests if request.state is not None]
         self._states.check_integrity([*held, *self._written])
         assert all(self._pool.lookup(block_hash) is not None for block_hash in self._states.blocks_on_paths())
+        assert all(self._states.is_told(name) or name in self._rolling for name in self._states.names())
         assert all(request in requests for request in (*self._coming.values(), *self._rolling.values()))
 
     def _keep(self, request: Request, slot: int, num_blocks: int, *, stays: bool) -> None:
@@ -164,17 +165,22 @@ class Snapshots:
             if self._pool.lookup(block_hash) is None:
                 return
         name = path[-1]
-        is_new = self._states.keep(slot, path)
+        is_new = self._states.keep(slot, path, is_told=stays)
         if request.rolling is not None and self._rolling.get(request.rolling) is request and request.rolling != name:
             del self._rolling[request.rolling]
             if self._states.has(request.rolling):
                 self._states.drop(request.rolling, EvictionReason.TAKEN)
         request.rolling = None
         if stays:
-            self._rolling.pop(name, None)
+            self._stays(name)
         elif is_new:
             request.rolling = name
             self._rolling[name] = request
+
+    def _stays(self, name: BlockHash) -> None:
+        """A snapshot stays when the request that took it moves on, so that other processes may know of it."""
+        self._rolling.pop(name, None)
+        self._states.tell(name)
 
     def _has_come(self, request: Request) -> None:
         """Nobody need wait any longer for the snapshot where a request's prompt parts from the pool's."""

@@ -59,6 +59,8 @@ class States:
         """The block of each snapshot, by the name under which other processes know it."""
         self._ahead: set[BlockHash] = set()
         """Snapshots that came before some of their blocks, until somebody goes on from them."""
+        self._untold: set[BlockHash] = set()
+        """Snapshots that other processes are not told of: they go as soon as their request takes the next one."""
         self._came: list[BlockHash] = []
         self._gone: list[tuple[BlockHash, EvictionReason]] = []
 
@@ -76,6 +78,14 @@ class States:
 
     def has(self, name: BlockHash) -> bool:
         return name in self._slots
+
+    def is_told(self, name: BlockHash) -> bool:
+        """True if other processes know of a snapshot."""
+        return name not in self._untold
+
+    def names(self) -> list[BlockHash]:
+        """The blocks behind which there are snapshots, the least recently used first."""
+        return list(self._slots)
 
     def slot_of(self, name: BlockHash) -> int | None:
         """The slot of a snapshot; None without one. Takes no reference."""
@@ -138,9 +148,10 @@ class States:
         self._ref_counts[slot] -= 1
         self._free_unused(slot)
 
-    def keep(self, slot: int, path: Sequence[BlockHash], *, is_ahead: bool = False) -> bool:
+    def keep(self, slot: int, path: Sequence[BlockHash], *, is_ahead: bool = False, is_told: bool = True) -> bool:
         """Make a held state a snapshot, named by the last block of its path; False, and only noted as used, if there is
-        one of this name. `is_ahead`: blocks of its path are still to come."""
+        one of this name. `is_ahead`: blocks of its path are still to come; `is_told`: False, `tell` will follow, or the
+        snapshot goes soon."""
         assert self._ref_counts[slot] > 0 and path
         name = path[-1]
         if name in self._slots:
@@ -150,7 +161,9 @@ class States:
         self._slots[name], self._names[slot] = slot, name
         state = state_hash(name)
         self._named_after[state] = name
-        self._came.append(state)
+        self._untold.add(name)
+        if is_told:
+            self.tell(name)
         if is_ahead:
             self._ahead.add(name)
         child: BlockHash | None = None
@@ -169,6 +182,12 @@ class States:
             self._drop_oldest()
         return True
 
+    def tell(self, name: BlockHash) -> None:
+        """Have other processes know of a snapshot, if there is one of this name that they do not know."""
+        if name in self._untold:
+            self._untold.remove(name)
+            self._came.append(state_hash(name))
+
     def drop(self, name: BlockHash, reason: EvictionReason) -> None:
         """Forget a snapshot; its holders keep the state."""
         slot = self._slots.pop(name)
@@ -176,7 +195,9 @@ class States:
         self._ahead.discard(name)
         state = state_hash(name)
         del self._named_after[state]
-        self._gone.append((state, reason))
+        if name not in self._untold:
+            self._gone.append((state, reason))
+        self._untold.discard(name)
         at: BlockHash | None = name
         while at is not None and at not in self._slots and not self._blocks[at].children:
             parent = self._blocks.pop(at).parent
@@ -198,14 +219,14 @@ class States:
             self.drop(name, reason)
 
     def hashes(self) -> list[BlockHash]:
-        """The names of all snapshots as other processes hear them."""
-        return list(self._named_after)
+        """The names of the snapshots that other processes are told of, as they hear them."""
+        return [state for state, name in self._named_after.items() if name not in self._untold]
 
     def drain_journal(self) -> tuple[list[BlockHash], list[tuple[BlockHash, EvictionReason]]]:
         """Snapshots that came and that went since the last call, as `BlockPool.drain_journal`."""
-        here = self._named_after
-        came = [state for state in self._came if state in here]
-        gone = [each for each in self._gone if each[0] not in here]
+        told = {*self.hashes()} if self._came or self._gone else set()
+        came = [state for state in self._came if state in told]
+        gone = [each for each in self._gone if each[0] not in told]
         self._came, self._gone = [], []
         return came, gone
 
@@ -218,7 +239,8 @@ class States:
             assert in_use != (slot in free), f"state {slot} is lost, or free and in use"
             assert name is None or self._slots[name] == slot
         assert len(self._slots) == sum(name is not None for name in self._names)
-        assert self._named_after == {state_hash(name): name for name in self._slots} and self._ahead <= {*self._slots}
+        assert self._named_after == {state_hash(name): name for name in self._slots}
+        assert self._ahead <= self._slots.keys() and self._untold <= self._slots.keys()
         children: dict[BlockHash, set[BlockHash]] = {}
         for name in self._slots:
             at: BlockHash | None = name
