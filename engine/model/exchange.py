@@ -152,10 +152,11 @@ class Exchange:
             blocks = payload[: len(header.hashes) * self.store.block_bytes]
             if incoming.blocks:
                 self.store.import_blocks(self._contents_of(incoming, blocks), incoming.blocks)
-            if incoming.slots:
+            # Views of the payload, one by one: a state may have tens of megabytes.
+            for index, slot in zip(incoming.state_indexes, incoming.slots, strict=True):
                 assert self.states is not None
-                states = payload[blocks.nbytes :].reshape(-1, self.state_bytes)
-                self.states.import_states(states[list(incoming.state_indexes)].reshape(-1), incoming.slots)
+                first = blocks.nbytes + index * self.state_bytes
+                self.states.import_states(payload[first : first + self.state_bytes], [slot])
             is_filled = True
         except Exception:  # requests that wait for these blocks must go on without them
             logger.exception("a segment of %d blocks is not imported", len(header.hashes))
