@@ -182,6 +182,25 @@ def test_the_manager_tells_of_a_tenants_own_prompts_since_a_time() -> None:
     assert [each.names for each in decisions.misses("b", 0.0)] == [("r1",)]
 
 
+def test_decisions_are_found_by_each_name_until_they_are_forgotten() -> None:
+    decisions = Decisions(capacity=3)
+
+    def admit(request_id: str, tenant: str = "a") -> None:
+        decisions.admitted(request_id, Decision(0, tenant, 50, 4, (), "w", "w", 0.25, ()))
+        decisions.check_integrity()
+
+    admit("mine-ff-0")
+    admit("mine-ff-1", "b")
+    admit("other-mine.aa-0")
+    assert [*decisions.of("mine")] == ["mine-ff-0", "mine-ff-1", "other-mine.aa-0"], "in the order of their admissions"
+    assert [*decisions.of("mine", "b")] == ["mine-ff-1"] and [*decisions.of("mine-ff-1")] == ["mine-ff-1"]
+    admit("alone")
+    assert [*decisions.of("mine")] == ["mine-ff-1", "other-mine.aa-0"] and decisions.of("mine-ff-0") == {}
+    assert [*decisions.of("alone")] == ["alone"] and decisions.of("unknown") == {}
+    admit("mine-ff-0")
+    assert [*decisions.of("mine")] == ["other-mine.aa-0", "mine-ff-0"], "admitted again, it is a later one"
+
+
 # Over HTTP
 
 SECRETS = {"a": "of apples and acorns", "b": "of beets and birches"}

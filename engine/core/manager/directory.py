@@ -426,6 +426,7 @@ class Directory:
         self.fleet.check_integrity(reservations)
         self.sessions.check_integrity(reservations)
         self.turns.check_integrity()
+        self.decisions.check_integrity()
         self.stock.check_integrity(reservations, [leased for r in reservations.values() for leased in r.leased])
 
     # Inside

@@ -262,6 +262,8 @@ class Decisions:
 
     capacity: int = 10_000
     _by_request: OrderedDict[str, list[Decision]] = field(default_factory=OrderedDict)
+    _named: dict[str, dict[str, None]] = field(default_factory=dict)
+    """The requests of each name that clients may ask for, in the order of `_by_request`."""
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -270,6 +272,8 @@ class Decisions:
         """Remember a decision; each attempt of a request has one. An attempt that is admitted again, because its worker
         was not there any more, keeps the later one."""
         decisions = self._by_request.setdefault(request_id, [])
+        for name in names_of(request_id):
+            self._named.setdefault(name, {})[request_id] = None
         # One attempt has one placement that counts: with both, a prediction would be compared with another worker's
         # time.
         if decisions and decisions[-1].attempt == decision.attempt:
@@ -278,7 +282,7 @@ class Decisions:
         # The least recently begun goes, not the least recently touched: the order is that of admissions, and an attempt
         # of an old request does not bring it back to the front.
         if len(self._by_request) > self.capacity:
-            self._by_request.popitem(last=False)
+            self._forget(next(iter(self._by_request)))
 
     def first_token(self, request_id: str, attempt: int, ttft_s: float) -> Decision | None:
         """Record the time of the first token; returns the decision, None if forgotten."""
@@ -314,11 +318,23 @@ class Decisions:
 
         Only a tenant's own, unless `tenant` is None.
         """
+        found = {request_id: self._by_request[request_id] for request_id in self._named.get(name, ())}
         return {
-            request_id: decisions
-            for request_id, decisions in self._by_request.items()
-            if name in names_of(request_id) and tenant in (None, decisions[0].tenant)
+            request_id: decisions for request_id, decisions in found.items() if tenant in (None, decisions[0].tenant)
         }
+
+    def check_integrity(self) -> None:
+        """Assert that every request is found by its names, and no other one."""
+        named = {(name, request_id) for name, ids in self._named.items() for request_id in ids}
+        assert named == {(name, each) for each in self._by_request for name in names_of(each)}
+        assert all(self._named.values()) and len(self._by_request) <= self.capacity
+
+    def _forget(self, request_id: str) -> None:
+        del self._by_request[request_id]
+        for name in {*names_of(request_id)}:
+            del self._named[name][request_id]
+            if not self._named[name]:
+                del self._named[name]
 
     def _of(self, request_id: str, attempt: int) -> Iterator[Decision]:
         return (decision for decision in self._by_request.get(request_id, ()) if decision.attempt == attempt)
