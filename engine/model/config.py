@@ -200,12 +200,12 @@ class ModelConfig:
     """How the weights of the layers are packed, which are in few bits; None: they are not."""
     recurrent: RecurrentConfig | None = None
     own_names: tuple[tuple[str, str], ...] = ()
-    """Parts of tensors' names that differ from the usual ones: the usual part and the family's."""
+    """Parts of tensors' names, whole between dots, that differ from the usual ones: the usual part and the family's."""
 
     def stored_name(self, name: str) -> str:
         """The name in the weights of a tensor with this usual name."""
         for usual, own in self.own_names:
-            name = f"{name}.".replace(f"{usual}.", f"{own}.").removesuffix(".")
+            name = f".{name}.".replace(f".{usual}.", f".{own}.")[1:-1]
         return name
 
     @property

@@ -175,6 +175,9 @@ def test_layers_of_lfm_2() -> None:
     named = config_of({**config, "layer_types": kinds, "block_auto_adjust_ff_dim": False})
     assert named.recurrent is not None and named.recurrent.layers == (0, 1, 3) and named.intermediate_size == 300
     assert named.stored_name("model.layers.1.mlp.up_proj.weight") == "model.layers.1.feed_forward.w3.weight"
+    assert named.stored_name("model.norm") == named.stored_name("model.norm.weight").removesuffix(".weight")
+    for name in ("model.layers.1.shared_mlp.up_proj.weight", "submodel.norm.weight", "model.norms.weight"):
+        assert named.stored_name(name) == name, "a part of a name is no name"
     with pytest.raises(StartupError, match="conv_bias"):
         config_of({**config, "conv_bias": True})
     with pytest.raises(StartupError, match="layer_types names 2 layers of 4"):
