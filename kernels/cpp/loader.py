@@ -4,6 +4,7 @@ The shared object lies in a per-user cache under a name that hashes sources, tor
 another version never meets it. A folder with objects built elsewhere (`raydix.kernels.cpp.prebuild`) is looked through
 first; their names hash the same facts, so an object of another version counts as absent. The build runs under a file
 lock in a temporary folder and is moved into place, so several processes may start at once and none sees half a file.
+The next build removes the folders of builds that were killed.
 
 A finished build from elsewhere that does not load (another C library, another machine) is a warning, and the kernels
 are built here. `cpu_ops` raises nothing: an error is one warning, and every operation then runs on its PyTorch
@@ -21,6 +22,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -40,6 +42,7 @@ INSTRUCTION_SETS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "plain": (),
 }
+KILLED_S = 3600.0  # age of a temporary folder whose build has been killed: a build takes a minute or two
 REFERENCE = "reference"  # no C++ kernels: PyTorch computes
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-w", "-Wno-psabi")
 
@@ -159,8 +162,22 @@ def library(instructions: str) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock")):
             if not path.exists():
+                remove_killed(folder)
                 build(instructions, path)
     return path
+
+
+def remove_killed(folder: Path) -> None:
+    """Removes the temporary folders of builds that were killed. Another instruction set may be built at this moment,
+    under another lock, so that young ones stay."""
+    for each in folder.glob(f"{tempfile.gettempprefix()}*"):
+        try:
+            is_killed = time.time() - each.stat().st_mtime > KILLED_S
+        except FileNotFoundError:  # its build has just ended
+            continue
+        if is_killed:
+            logger.info("removing what a killed build left: %s", each)
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def prebuilt_library(instructions: str) -> Path | None:

@@ -87,6 +87,21 @@ def test_several_processes_build_once(tmp_path: Path) -> None:
     assert [path.suffix for path in sorted((tmp_path / "kernels").iterdir())] == [".lock", ".so"]
 
 
+def test_a_build_removes_what_killed_ones_left(tmp_path: Path) -> None:
+    """Not the folder of a build under way, nor finished objects and locks, however old."""
+    names = ("tmpold", "tmpyoung", "raydix_kernels-avx2-0.so", "raydix_kernels-avx2-0.lock")
+    for name in names[:2]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "bindings.o").write_bytes(b"half")
+    for name in names[2:]:
+        (tmp_path / name).touch()
+    for name in ("tmpold", *names[2:]):
+        os.utime(tmp_path / name, (0.0, 0.0))
+    loader.remove_killed(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*names} - {"tmpold"}
+    loader.remove_killed(tmp_path / "nowhere")
+
+
 WITHOUT_COMPILER = {"PATH": "/nonexistent", "CXX": "", "RAYDIX_KERNELS": ""}
 
 
