@@ -130,8 +130,9 @@ $(CLIENTS)/%/.installed: tests/clients/%/requirements.txt
 
 # Coding agents and frameworks for agents, of the versions in tests/clients/agents, each through a scripted task of ten
 # turns; the table of figures is in build/agents.md. Programs that cannot be installed are skipped.
+AGENTS := node promptfoo python crewai dspy aider
 test-agents: install $(CLIENTS)/sdk/.installed
-	-$(MAKE) --keep-going $(CLIENTS)/agents-node/.installed $(CLIENTS)/agents-python/.installed
+	-$(MAKE) --keep-going $(AGENTS:%=$(CLIENTS)/agents-%/.installed)
 	RAYDIX_AGENTS_TABLE=build/agents.md $(CLIENTS)/sdk/bin/python -m pytest tests/clients/agents
 
 # Some versions of npm run no scripts of packages, so those that fetch or place a program are run here.
@@ -143,7 +144,14 @@ $(CLIENTS)/agents-node/.installed: tests/clients/agents/package.json
 	cd $(@D)/node_modules/opencode-ai && node postinstall.mjs
 	touch $@
 
-$(CLIENTS)/agents-python/.installed: tests/clients/agents/requirements.txt
+# promptfoo's optional packages, for providers and a browser, would take 1.6 GB more. One of them is needed: its database.
+$(CLIENTS)/agents-promptfoo/.installed: tests/clients/agents/promptfoo/package.json
+	mkdir -p $(@D)
+	cp $< $(@D)
+	npm install --prefix $(@D) --omit=optional --silent --no-audit --no-fund
+	touch $@
+
+$(CLIENTS)/agents-%/.installed: tests/clients/agents/requirements-%.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check -r $<
 	touch $@

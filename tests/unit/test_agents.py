@@ -226,6 +226,44 @@ FIRST_CHATS: dict[str, dict[str, Any]] = {
         "tool_choice": "auto",
         "tools": [tool("step", {**STEP, "additionalProperties": False}, strict=True)],
     },
+    "aider 0.86.2": {
+        "model": MODEL,
+        "stream": True,
+        "temperature": 0,
+        "messages": [
+            SYSTEM,
+            {"role": "user", "content": "There are no files yet."},
+            {"role": "assistant", "content": "Ok."},
+            {"role": "user", "content": "make a step\n\n# *SEARCH/REPLACE block* Rules:\n\nBe exact."},
+        ],
+    },
+    "crewai 1.15.30": {
+        "model": MODEL,
+        "messages": [SYSTEM, {"role": "user", "content": "\nmake a step\n\nSay the steps."}],
+        "tool_choice": "auto",
+        "tools": [tool("step", {**STEP, "additionalProperties": False}, strict=True)],
+    },
+    "dspy 3.4.1": {
+        "model": MODEL,
+        "messages": [
+            {
+                "role": "system",
+                "content": "Your input fields are:\n1. `task` (str): \n\n[[ ## task ## ]]\n{task}\nYou act.",
+            },
+            {"role": "user", "content": "[[ ## task ## ]]\nmake a step\n\nEnd with `[[ ## completed ## ]]`."},
+        ],
+        "tools": [
+            tool("step", STEP),
+            tool("submit", {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}),
+        ],
+    },
+    "promptfoo 0.121.20": {
+        "model": MODEL,
+        "messages": [SYSTEM, {"role": "user", "content": "make a step"}],
+        "max_tokens": 1024,
+        "temperature": 0,
+        "tools": [tool("step", STEP)],
+    },
     "llm 0.36": {
         **STREAMED,
         "messages": [SYSTEM, {"role": "user", "content": "make a step"}],

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 NOT_PASSED_ON = ("host", "content-length", "connection", "accept-encoding", "transfer-encoding")
+_ID = re.compile(r'"id":\s*"((?:chatcmpl|resp|msg)[-_]\w+)"')
 _COUNTS = re.compile(r'"(input_tokens|prompt_tokens|cached_tokens|cache_\w+_input_tokens)":\s*(\d+)')
 
 
@@ -37,6 +38,12 @@ class Exchange:
         except ValueError:
             return False
         return bool(isinstance(body, dict) and body.get("tools"))
+
+    @property
+    def answer_id(self) -> str:
+        """The id of the answer, by which `explain` knows the request; empty where there is none."""
+        found = _ID.search(self.answer.decode(errors="replace"))
+        return found[1] if found else ""
 
     @property
     def usage(self) -> tuple[int, int]:
