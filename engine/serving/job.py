@@ -17,7 +17,7 @@ from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.parsers.answer import AssembledMessage
 from raydix.engine.core.ingress.room import Permit
 from raydix.engine.core.tenants import Tenant
-from raydix.engine.core.types import FinishReason, TokenEvent, TokenLogprobs
+from raydix.engine.core.types import FinishReason, Sampling, TokenEvent, TokenLogprobs
 from raydix.engine.serving.chats import Chat
 from raydix.engine.serving.prompt_records import Diagnosis
 from raydix.engine.serving.served_model import AdapterUse
@@ -26,6 +26,9 @@ MANY_LISTED = 128  # log-probabilities of a position above which they are most o
 LISTED_BYTES = 8  # bytes of one log-probability in an array, with its token's id
 SHOWN_BYTES = 128  # most bytes of one log-probability as text, in the event or slice that is being made
 SCORE_BYTES = 40  # bytes of one log-probability as Python objects
+# Tokens for which short lists of log-probabilities are counted where the client sets no limit: nearly all answers end
+# long before the context does.
+USUAL_TOKENS = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -204,18 +207,29 @@ class Job:
         return is_due(self.conversation, len(self.answers[0].generation.prompt))
 
     def held_bytes(self, hidden_size: int) -> int:
-        """Memory that the answers may need until they are sent, where it is much: for long lists of log-probabilities,
-        for those of a prompt, and for pooled hidden states of `hidden_size`."""
+        """Memory that the answers may need until they are sent, where it is much: for log-probabilities, also those of
+        a prompt, and for pooled hidden states of `hidden_size`."""
         num_bytes = 0
         for answer in self.answers:
             sampling, num_prompt = answer.generation.sampling, len(answer.generation.prompt)
-            if (sampling.logprobs or 0) > MANY_LISTED:
-                num_bytes += sampling.max_tokens * (sampling.logprobs or 0) * LISTED_BYTES
+            if sampling.logprobs is not None:
+                num_bytes += self._listed_bytes(sampling, max(sampling.logprobs, len(sampling.logprob_token_ids)))
             if (num_top := sampling.prompt_logprobs) is not None:
                 num_bytes += num_prompt * (num_top + 1) * (LISTED_BYTES if num_top > MANY_LISTED else SCORE_BYTES)
             if sampling.pooling is not None:
                 num_bytes += hidden_size * SCORE_BYTES // 2
         return num_bytes + SHOWN_BYTES * max((a.generation.sampling.logprobs or 0 for a in self.answers), default=0)
+
+    def _listed_bytes(self, sampling: Sampling, num_listed: int) -> int:
+        """Memory of an answer's log-probabilities, `num_listed` beside that of each token."""
+        if num_listed > MANY_LISTED:
+            return sampling.max_tokens * num_listed * LISTED_BYTES
+        # A stream sends them on, token by token.
+        if self.spec.form.stream:
+            return 0
+        has_limit = self.spec.max_tokens is not None
+        num_tokens = sampling.max_tokens if has_limit else min(sampling.max_tokens, USUAL_TOKENS)
+        return num_tokens * (num_listed + 1) * SCORE_BYTES
 
     def hand_over(self, count: int) -> list[Permit]:
         """Up to `count` permits of answers that do not run now, of which the caller is the owner from now on."""

@@ -24,6 +24,7 @@ from raydix.engine.api.logprobs import (
 from raydix.engine.api.slices import SLICE_IDS, Sliced, array_of, document, ids_of, whole
 from raydix.engine.core.ingress.answer_room import AnswerRoom, RoomClaim
 from raydix.engine.core.types import TokenLogprobs
+from raydix.engine.serving.job import SCORE_BYTES, SHOWN_BYTES, USUAL_TOKENS
 from tests.unit.ingress import Replica, Reply, Served, body_of, call, objects_of
 from tests.unit.served_app import app
 
@@ -180,6 +181,24 @@ def test_a_stream_that_is_left_while_it_waits_for_memory_gives_its_place_back(mo
         assert not replica.answer_room.num_waiting and replica.room.num_held == 0
 
     asyncio.run(run())
+
+
+def test_the_memory_of_an_answer_counts_its_log_probabilities() -> None:
+    """Of a stream only long lists count, and without a limit of the client's as many tokens as answers usually have."""
+
+    def held(route: str = "chat", **fields: Any) -> int:
+        job = asyncio.run(Replica(max_model_len=4000).closed_job(route, **fields))
+        return int(job.held_bytes(0))
+
+    ten = {"logprobs": True, "top_logprobs": 10}
+    shown = SHOWN_BYTES * 10
+    assert held(**ten, max_tokens=3000) == 3000 * 11 * SCORE_BYTES + shown > frontend.SMALL_BYTES
+    assert held(**ten, max_tokens=3000, n=3) == 3 * 3000 * 11 * SCORE_BYTES + shown
+    assert held(**ten, max_tokens=None) == USUAL_TOKENS * 11 * SCORE_BYTES + shown < frontend.SMALL_BYTES
+    assert held(**ten, max_tokens=3000, stream=True) == shown
+    assert held("completion", logprobs=0, max_tokens=50) == 50 * SCORE_BYTES
+    assert held("completion", logprobs=0, logprob_token_ids=[5, 6, 7], max_tokens=50) == 50 * 4 * SCORE_BYTES
+    assert held(max_tokens=3000) == 0
 
 
 def test_a_claim_waits_for_memory_and_never_fails() -> None:
