@@ -114,7 +114,13 @@ def test_a_chat_is_explained_beside_it(local: Process) -> None:
         await page.do("document.querySelector('.assistant > .text').focus()")
         await page.press("ArrowRight")
         assert await page.do("document.querySelectorAll('.tip:not([hidden]) tr').length") >= 5
-        assert "%" in await page.do("document.querySelector('.tip').textContent")
+        tip = await page.do("document.querySelector('.tip').textContent")
+        assert "%" in tip and "after the question" in tip
+        await page.press("ArrowRight")
+        assert "the one before" in await page.do("document.querySelector('.tip').textContent")
+        await page.until(
+            "document.querySelector('.side').textContent.includes('The longest wait for a later token took')"
+        )
 
     in_browser(local, "rdx-alice", steps)
 

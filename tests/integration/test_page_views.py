@@ -3,6 +3,7 @@ single process has, such as workers that hand KV over and one that is killed, an
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -132,6 +133,39 @@ def test_kv_that_moves_is_seen_and_a_killed_worker_turns_grey(served: Served) ->
         assert "gone" in await page.do("document.querySelector('.card.gone p').textContent")
 
     in_browser(served, cluster, steps)
+
+
+def test_a_late_token_is_told_with_what_fell_into_its_wait(served: Served) -> None:
+    row = {"id": "own", "arrived_at": 100.0, "moved_s": None, "preemptions": 0, "decode_workers": ["w"]}
+    other = {"id": "long", "placed_s": 0.0, "first_token_s": 1.0, "prompt_tokens": 2048, "cached_tokens": 16}
+    at_worker = other | {"prefill_workers": ["w"]}
+    wait = {"ms": 500, "fromMs": 2000, "text": " Paris"}  # from 102 to 102.5
+
+    async def steps(page: Page) -> None:
+        async def told(row: dict[str, Any], *others: dict[str, Any]) -> str:
+            module = "import(new URL('explain.js', document.querySelector('script[type=module]').src))"
+            values = json.dumps([wait, row, [row | {"placed_s": 0.1, "prefill_workers": ["w"]}, *others]])
+            text: str = await page.do(f"{module}.then(({{ longestWait }}) => longestWait(...{values}).textContent)")
+            return text
+
+        took = "The longest wait for a later token took 500 ms, before  Paris"
+        assert await told(row, at_worker | {"arrived_at": 101.8}) == (
+            f"{took}: the prompt of long (2,048 tokens, 16 cached) was computed at its worker."
+        )
+        # Before, behind, and elsewhere.
+        none = (
+            at_worker | {"arrived_at": 100.9},
+            at_worker | {"arrived_at": 102.6},
+            other | {"arrived_at": 101.8} | {"prefill_workers": ["v"]},
+        )
+        assert (await told(row, *none)).startswith(f"{took}. Nothing that you may see here fell into it")
+        four = [at_worker | {"arrived_at": 102.0}] * 4
+        assert (await told(row, *four)).endswith("; so were those of 1 other request.")
+        moved = await told(row | {"moved_s": 2.2, "preemptions": 2})
+        assert "it went on at another worker" in moved and "to make room (2 times in all)" in moved
+        assert "another worker" not in await told(row | {"moved_s": 1.9, "preemptions": 1})
+
+    in_browser(served, Cluster(), steps)
 
 
 def test_evictions_have_a_rate_and_the_cache_can_be_reset(served: Served) -> None:

@@ -3,7 +3,7 @@
  */
 
 import { events, get, post } from "./api.js";
-import { parting, saved, strip, sums, timeline } from "./explain.js";
+import { longestWait, parting, saved, strip, sums, timeline } from "./explain.js";
 import { add, count, fill, h, note, percent, several, time, write } from "./dom.js";
 
 /** @typedef {{token: string, logprob: number, top_logprobs: {token: string, logprob: number}[]}} Scored */
@@ -147,7 +147,7 @@ class Chat extends HTMLElement {
       this.explained = answer;
       let box;
       try {
-        const explained = await explanation(answer.id, { messages: prompt, ...(body.tools ? { tools: body.tools } : {}) });
+        const explained = await explanation(answer, { messages: prompt, ...(body.tools ? { tools: body.tools } : {}) });
         answer.told(explained.attempt);
         box = explained.box;
       } catch (error) {
@@ -170,8 +170,12 @@ class Answer {
     this.id = "";
     /** @type {Message} */
     this.message = { role: "assistant", content: "", reasoning: "", calls: [] };
-    /** @type {{element: HTMLElement, scored: Scored[]}[]} */
+    /** @type {{element: HTMLElement, scored: Scored[], after: string}[]} */
     this.tokens = [];
+    /** The longest wait for a token behind the first one. @type {import("./explain.js").Wait | null} */
+    this.longest = null;
+    /** Since the delivery before the last one, until a token has taken it; null before the second delivery. @type {number | null} */
+    this.gapMs = null;
     /** @type {Scored[]} Scores of tokens whose text has not come: parts of a character. */
     this.held = [];
     this.chosen = -1;
@@ -204,6 +208,7 @@ class Answer {
     const delta = chunk.choices?.[0]?.delta ?? {};
     const scored = chunk.choices?.[0]?.logprobs?.content ?? [];
     if (delta.content || delta.reasoning || delta.tool_calls || scored.length) {
+      this.gapMs = this.firstMs ? ms - this.lastMs : null;
       this.firstMs ||= ms;
       this.lastMs = ms;
     }
@@ -240,7 +245,11 @@ class Answer {
     const probability = scored.length ? Math.exp(scored.reduce((sum, each) => sum + each.logprob, 0)) : 1;
     const doubt = probability > 0.9 ? 0 : probability > 0.6 ? 1 : probability > 0.3 ? 2 : 3;
     const element = h("span", { class: `token doubt-${doubt}`, "data-token": this.tokens.length }, text);
-    this.tokens.push({ element, scored });
+    const { gapMs } = this;
+    const after = gapMs === null ? `${time(this.firstMs / 1000)} after the question` : gapMs > 0 ? `${time(gapMs / 1000)} after the one before` : "with the one before";
+    this.tokens.push({ element, scored, after });
+    if (gapMs !== null && gapMs > (this.longest?.ms ?? 0)) this.longest = { ms: gapMs, fromMs: this.lastMs - gapMs, text };
+    this.gapMs = 0; // what else came with this delivery came at the same time
     add(this.text, element);
   }
 
@@ -298,15 +307,15 @@ class Answer {
     this.choose(Math.max(0, Math.min(this.tokens.length - 1, this.chosen + step)));
   }
 
-  /** Show a token's probability and alternatives. @param {number} number */
+  /** Show when a token came, its probability and alternatives. @param {number} number */
   choose(number) {
     this.tokens[this.chosen]?.element.classList.remove("chosen");
     this.chosen = number;
     const token = this.tokens[number];
-    this.tip.hidden = !token?.scored.length;
-    if (!token || this.tip.hidden) return;
+    this.tip.hidden = !token;
+    if (!token) return;
     token.element.classList.add("chosen");
-    fill(this.tip, token.scored.map((each) => h("table", {}, h("tbody", {}, alternatives(each).map((one) => h("tr", { class: one.token === each.token ? "chosen" : null },
+    fill(this.tip, h("p", {}, token.after), token.scored.map((each) => h("table", {}, h("tbody", {}, alternatives(each).map((one) => h("tr", { class: one.token === each.token ? "chosen" : null },
       h("th", { scope: "row" }, visible(one.token)), h("td", {}, h("meter", { value: Math.exp(one.logprob), min: 0, max: 1 })), h("td", {}, percent(Math.exp(one.logprob)))))))));
     const area = this.item.getBoundingClientRect();
     const at = token.element.getBoundingClientRect();
@@ -341,10 +350,10 @@ function pretty(json) {
 
 /**
  * The explanation of an answer, with texts of the blocks, since the prompt is the reader's own.
- * @param {string} id
+ * @param {Answer} answer
  * @param {Record<string, unknown>} chat As it was sent.
  */
-async function explanation(id, chat) {
+async function explanation({ id, longest }, chat) {
   const [explained, table] = await Promise.all([get(`v1/requests/${encodeURIComponent(id)}/explain`), get("v1/requests")]);
   const attempt = explained.choices[0].attempts.at(-1);
   const row = table.requests.find((/** @type {any} */ each) => each.id === id);
@@ -369,7 +378,7 @@ async function explanation(id, chat) {
     }
   };
   const box = h("div", {}, h("h2", {}, "Where the prompt came from"), h("p", {}, saved(attempt)), strip(attempt, textOf), parting(explained.prefix),
-    row && [h("h2", {}, "Where the time went"), timeline(row, explained.choices[0].attempts[0])],
+    row && [h("h2", {}, "Where the time went"), timeline(row, explained.choices[0].attempts[0]), longest && longestWait(longest, row, table.requests)],
     h("h2", {}, "Why this worker"), sums(attempt), h("p", { class: "id" }, id));
   return { box, attempt };
 }

@@ -234,6 +234,28 @@ export function timeline(row, attempt) {
   return h("div", { class: "strip-box" }, picture, list);
 }
 
+/** @typedef {{ms: number, fromMs: number, text: string}} Wait A wait for a token, from so long after the request on. */
+
+/**
+ * The longest wait for a token behind the first one, and what fell into it, of what the reader may see.
+ * @param {Wait} wait
+ * @param {Row} row
+ * @param {Row[]} rows All of the table.
+ */
+export function longestWait(wait, row, rows) {
+  const from = row.arrived_at + wait.fromMs / 1000;
+  const to = from + wait.ms / 1000;
+  const causes = [];
+  if (row.moved_s !== null && row.moved_s * 1000 >= wait.fromMs && row.moved_s * 1000 <= wait.fromMs + wait.ms) causes.push("it went on at another worker, after a failover");
+  if (row.preemptions > 0) causes.push(`its blocks were taken away to make room (${several(row.preemptions, "time")} in all)`);
+  const prompts = rows.filter((other) => other.id !== row.id && other.placed_s !== null && other.prefill_workers.some((/** @type {string} */ each) => row.decode_workers.includes(each))
+    && other.arrived_at + other.placed_s < to && other.arrived_at + (other.first_token_s ?? other.ended_s ?? Infinity) > from);
+  for (const other of prompts.slice(0, 3)) causes.push(`the prompt of ${other.id} (${several(other.prompt_tokens, "token")}, ${count(other.cached_tokens)} cached) was computed at its worker`);
+  if (prompts.length > 3) causes.push(`so were those of ${several(prompts.length - 3, "other request")}`);
+  return h("p", {}, `The longest wait for a later token took ${time(wait.ms / 1000)}, before `, h("q", {}, wait.text),
+    causes.length > 0 ? `: ${causes.join("; ")}.` : ". Nothing that you may see here fell into it; a trace of the workers' steps (raydix trace) has the rest.");
+}
+
 /**
  * The workers that were compared, and their sums.
  * @param {Attempt} attempt

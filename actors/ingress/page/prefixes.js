@@ -56,6 +56,7 @@ class Prefixes extends HTMLElement {
     fill(this.figures, h("h2", {}, "Hottest prefixes"),
       prefixes.length === 0 ? note("No prompt of a block or more of yours yet.") : [h("p", {}, "Width: tokens that the cache saved; what stands below a text goes on from it."), icicle(branches(prefixes, 0)), table(prefixes)],
       cache.hit_blocks && figures("Blocks of prompts, by source", { ...cache.hit_blocks, ...cache.missed_blocks }, (name) => SOURCES[name]?.name ?? name, (name) => SOURCES[name]?.kind ?? "computed"),
+      cache.missed_blocks?.evicted > 0 && note("What was evicted and asked for again: the doctor, and each request, say how many more blocks of room would have kept it."),
       cache.evicted_blocks && figures("Evicted blocks, by reason", cache.evicted_blocks, (name) => name, () => "evicted", rates));
   }
 }
