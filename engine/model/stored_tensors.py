@@ -66,7 +66,7 @@ def _weight_files(folder: Path) -> list[Path]:
             raise StartupError(f"{index} has no weight_map")
         files = [folder / name for name in sorted({str(value) for value in weight_map.values()})]
     else:
-        # One file by the usual name goes before others. Adapters may lie beside them, and Mistral's own copy of the same
+        # One file by the usual name goes before others. Adapters may lie beside it, and Mistral's own copy of the same
         # weights.
         files = [path for path in [folder / "model.safetensors"] if path.is_file()] or sorted(
             path for path in folder.glob("*.safetensors") if not path.name.startswith(("adapter", "consolidated"))
