@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from raydix.actors.metric_values import MetricFamily
-from raydix.engine.api.load_report import Load
+from raydix.engine.api.load_report import WorkersLoad
 from raydix.engine.background import run_detached
 from raydix.engine.core.types import WorkerInfo
 
@@ -22,7 +22,7 @@ OfWorkers: TypeAlias = Callable[[float], Awaitable[Sequence[tuple[WorkerInfo, Se
 @dataclass(frozen=True, slots=True)
 class _Asked:
     at: float
-    load: "asyncio.Task[Load | None]"
+    load: "asyncio.Task[WorkersLoad | None]"
 
 
 class ClusterLoad:
@@ -33,7 +33,7 @@ class ClusterLoad:
         self._clock = clock
         self._asked: _Asked | None = None
 
-    async def now(self) -> Load | None:
+    async def now(self) -> WorkersLoad | None:
         """The load of the workers that answer; None if no worker does."""
         now, asked = self._clock(), self._asked
         if asked is None or now >= asked.at + FRESH_S:
@@ -42,11 +42,11 @@ class ClusterLoad:
         # A client that leaves takes no other's figures along.
         return await asyncio.shield(asked.load)
 
-    async def _ask(self) -> Load | None:
+    async def _ask(self) -> WorkersLoad | None:
         answers = [families for _, families in await self._of_workers(TIMEOUT_S) if families is not None]
         num_blocks, num_available, num_waiting = (_total(answers, name) for name in (BLOCKS, AVAILABLE, WAITING))
         # A worker that has just begun has no pool to tell of.
-        return None if num_blocks == 0 else Load(1 - num_available / num_blocks, num_waiting)
+        return None if num_blocks == 0 else WorkersLoad(1 - num_available / num_blocks, num_waiting)
 
 
 def _total(answers: Sequence[Sequence[MetricFamily]], name: str) -> float:

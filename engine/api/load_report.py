@@ -12,7 +12,7 @@ TEXT, JSON = LOAD_FORMATS = ("TEXT", "JSON")
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class WorkersLoad:
     """Load of the workers together."""
 
     kv_usage: float
@@ -27,7 +27,7 @@ def load_format(asked: str) -> str | None:
     return name if name in LOAD_FORMATS else None
 
 
-def load_report(form: str, load: Load) -> str:
+def load_report(form: str, load: WorkersLoad) -> str:
     """The value of the response's header in one of `LOAD_FORMATS`."""
     metrics = {"kv_cache_usage_perc": float(load.kv_usage), "num_requests_waiting": float(load.num_waiting)}
     if form == JSON:
