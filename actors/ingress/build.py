@@ -46,7 +46,7 @@ from raydix.engine.serving.answer_rendering import renderers
 from raydix.engine.serving.chats import Chats
 from raydix.engine.serving.choices import PreparationFacts
 from raydix.engine.serving.kept_conversations import KeptConversations
-from raydix.engine.serving.output import OutputProcessor
+from raydix.engine.serving.output import OutputProcessor, Vocabulary
 from raydix.engine.serving.preparation import Preparation
 from raydix.engine.serving.prompt_records import PromptRecords
 from raydix.engine.serving.reader_pool import RequestReader
@@ -57,7 +57,6 @@ from raydix.engine.serving.served_model import ServedModel, ServedModels
 from raydix.engine.serving.stored_responses import StoredResponses
 from raydix.engine.serving.tokenization import Tokenization
 from raydix.engine.serving.transcripts import Transcripts
-from raydix.engine.serving.vocabulary import Vocabulary
 
 DAY_S = 86_400
 

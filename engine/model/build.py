@@ -12,7 +12,7 @@ from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
 from raydix.engine.core.types import Sampling
 from raydix.engine.core.worker.block_pool import pool_of
-from raydix.engine.core.worker.drafts.budget import MAX_TOKENS as MAX_DRAFT_TOKENS
+from raydix.engine.core.worker.drafts.draft import MAX_TOKENS as MAX_DRAFT_TOKENS
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.core.worker.states import States
 from raydix.engine.model.adapter_store import AdapterStore

@@ -24,10 +24,9 @@ from raydix.engine.model.config import DeltaConfig, ExpertsConfig, ModelConfig, 
 from raydix.engine.model.families import read_config
 from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.lora import Lora, LoraLoader, LoraRows, add_loras
-from raydix.engine.model.mxfp4 import widened
 from raydix.engine.model.sizes import BLOCKS, SCALES, SHARED
 from raydix.engine.model.state_pool import StatePool
-from raydix.engine.model.weights import Checkpoint, TensorSource
+from raydix.engine.model.weights import Checkpoint, TensorSource, from_mxfp4
 from raydix.kernels.decoder_pass import (
     DecoderPass,
     DeltaWeights,
@@ -602,7 +601,8 @@ class _Loader:
         if of.stored == "mxfp4":
             blocks, scales = self._weights.tensor(f"{name}{BLOCKS}"), self._weights.tensor(f"{name}{SCALES}")
             return (
-                widened(*pair).to(device=self._device, dtype=self._dtype) for pair in zip(blocks, scales, strict=True)
+                from_mxfp4(*pair).to(device=self._device, dtype=self._dtype)
+                for pair in zip(blocks, scales, strict=True)
             )
         if of.stored == "transposed":
             return (weight.T.contiguous() for weight in self.tensor(name))

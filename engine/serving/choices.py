@@ -20,9 +20,9 @@ from raydix.engine.core.tenants import Tenant, num_public_tokens, salt_of
 from raydix.engine.core.types import Adapter, CacheHints, CacheMark, Pooling, Salt
 from raydix.engine.serving.chats import Chat, Chats
 from raydix.engine.serving.job import Answer
+from raydix.engine.serving.output import Vocabulary
 from raydix.engine.serving.reader_work import Reading
 from raydix.engine.serving.served_model import ServedModel
-from raydix.engine.serving.vocabulary import Vocabulary
 
 MARKED_PRIORITY = 1  # `cache_priority` of the KV before a mark, unless the request has a higher one
 

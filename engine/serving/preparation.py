@@ -34,12 +34,12 @@ from raydix.engine.serving.chats import Chats
 from raydix.engine.serving.choices import Choices, PreparationFacts
 from raydix.engine.serving.job import Answer, Job
 from raydix.engine.serving.kept_conversations import KeptConversations
+from raydix.engine.serving.output import Vocabulary
 from raydix.engine.serving.prompt_records import Hints, PromptRecords
 from raydix.engine.serving.reader_pool import RequestReader, size_of
 from raydix.engine.serving.reader_work import Conversations, Reading, Request
 from raydix.engine.serving.served_model import ServedModels
 from raydix.engine.serving.stored_responses import StoredResponses
-from raydix.engine.serving.vocabulary import Vocabulary
 
 INPUTS_AT_ONCE = 64  # inputs of one request for embeddings or scores that run at a time: some full steps of an engine
 LINES_AT_ONCE = 64  # lines of batches that find room beside each other, however many inputs for embeddings each has

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from raydix.engine.model.decoder import Decoder
-from raydix.engine.model.mxfp4 import widened
 from raydix.engine.model.sizes import BLOCKS, SCALES, weight_bytes
+from raydix.engine.model.weights import from_mxfp4
 from tests.model.logits import logits_in_chunks
 from tests.model.random_models import reference
 
@@ -25,8 +25,8 @@ def test_numbers_are_those_of_transformers() -> None:
     blocks, scales = made_up(2, 6, 3, 16)
     scales[0, 0] = torch.tensor([0, 127, 247])
     expected = convert_moe_packed_tensors(blocks.clone(), scales.clone())  # [num_experts, columns, rows]
-    assert torch.equal(widened(blocks, scales), expected.transpose(1, 2))
-    assert widened(blocks, scales).shape == (2, 6, 96)
+    assert torch.equal(from_mxfp4(blocks, scales), expected.transpose(1, 2))
+    assert from_mxfp4(blocks, scales).shape == (2, 6, 96)
 
 
 def test_a_model_in_mxfp4_gives_the_bits_of_the_one_that_it_is_widened_to(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_a_model_in_mxfp4_gives_the_bits_of_the_one_that_it_is_widened_to(tmp_pa
             num_experts, columns, rows = wide[name].shape
             blocks, scales = made_up(num_experts, rows, columns // 32, 16)
             packed |= {f"{name}{BLOCKS}": blocks, f"{name}{SCALES}": scales}
-            wide[name] = widened(blocks, scales).transpose(1, 2).contiguous()
+            wide[name] = from_mxfp4(blocks, scales).transpose(1, 2).contiguous()
     assert packed
 
     save_file(wide, path, {"format": "pt"})

@@ -37,7 +37,7 @@ from raydix.engine.model.families import FAMILIES, config_of
 from raydix.engine.model.identity import num_token_ids
 from raydix.engine.model.sizes import expected_shapes
 from raydix.engine.model.tokenizer import Tokenizer
-from raydix.engine.serving.vocabulary import Vocabulary
+from raydix.engine.serving.output import Vocabulary
 from tests.model.random_logits import wait_for_grammars
 
 Event: TypeAlias = PromptEvent | TokenEvent

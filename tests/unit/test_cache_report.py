@@ -8,7 +8,7 @@ import pytest
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.manager.cache_report import cache_report
 from raydix.engine.core.manager.directory import Directory
-from raydix.engine.core.manager.moves import MOST_PAIRS
+from raydix.engine.core.manager.stock import MOST_PAIRS
 from raydix.engine.core.types import AdmitRequest, BlockHash, CacheHints, Role
 
 OF_ADMINISTRATORS = {

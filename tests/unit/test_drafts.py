@@ -11,8 +11,7 @@ from raydix.engine.core.costs import CostFit, StepShape, WorkerCosts
 from raydix.engine.core.settings import DraftLimits, SchedulerLimits
 from raydix.engine.core.types import Assignment, DraftSource, FinishReason, Sampling, Stage
 from raydix.engine.core.worker.block_pool import BlockPool
-from raydix.engine.core.worker.drafts.budget import MAX_TOKENS, DecodeStep, DraftCandidate, share
-from raydix.engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.worker.drafts.draft import MAX_TOKENS, DecodeStep, Draft, DraftCandidate, share
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.core.worker.drafts.guesser import INDEXED_PER_STEP
 from raydix.engine.core.worker.drafts.rows import DraftedRow, rows_of, sampled_by_request, up_to_difference, with_drafts

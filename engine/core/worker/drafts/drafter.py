@@ -6,8 +6,7 @@ A draft ends before the first token that the request's grammar forbids, and its 
 
 from raydix.engine.core.settings import DraftLimits
 from raydix.engine.core.types import DraftSource, Stage
-from raydix.engine.core.worker.drafts.budget import decode_step
-from raydix.engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.worker.drafts.draft import Draft, decode_step
 from raydix.engine.core.worker.drafts.form_guesser import FormGuesser, LearntChoices
 from raydix.engine.core.worker.drafts.forms import CERTAIN, Forms
 from raydix.engine.core.worker.drafts.guesser import Guesser

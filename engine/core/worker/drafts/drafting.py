@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from raydix.engine.core.types import DraftSource, Stage, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
-from raydix.engine.core.worker.drafts.budget import DraftCandidate, decode_step, share
-from raydix.engine.core.worker.drafts.draft import Draft, DraftCounts
+from raydix.engine.core.worker.drafts.draft import Draft, DraftCandidate, DraftCounts, decode_step, share
 from raydix.engine.core.worker.order import weigh_contexts
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.step import SampledToken, ScheduledChunk

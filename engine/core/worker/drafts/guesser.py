@@ -10,8 +10,7 @@ from collections.abc import Collection, Sequence
 from raydix.engine.core.answers.continuations import unpacked
 from raydix.engine.core.settings import DraftLimits
 from raydix.engine.core.types import DraftSource
-from raydix.engine.core.worker.drafts.budget import DecodeStep
-from raydix.engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.worker.drafts.draft import DecodeStep, Draft
 from raydix.engine.core.worker.drafts.suffix import MAX_MATCH
 from raydix.engine.core.worker.drafts.texts import (
     MAX_COMPARED,
