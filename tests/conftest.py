@@ -40,14 +40,10 @@ def pytest_make_collect_report(
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Cluster]":
-    from raydix.engine.core.errors import StartupError
-    from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
     from tests.integration.cluster import Cluster
+    from tests.integration.local import require_default_model
 
-    try:
-        resolve_model(DEFAULT_MODEL)
-    except StartupError as error:
-        pytest.skip(str(error))
+    require_default_model()
     running = Cluster(tmp_path_factory.mktemp("cluster"))
     try:
         running.start()

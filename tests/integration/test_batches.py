@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import psutil
 import pytest
-import yaml
 from openai import BadRequestError, NotFoundError, OpenAI
 
-from raydix.engine.core.errors import StartupError
-from raydix.engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
+from tests.integration.cluster import paced, parts
 from tests.integration.conftest import MODEL, WAIT_S, Server, eventually
 
+ROOT = Path(__file__).parents[2]
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
-NUM_MANY = 200
+NUM_MANY, MANY_TOKENS = 200, 8
+"""Lines of a long batch, and the tokens of each answer."""
+PACE_S = 0.1
+"""Least time of a step while something is done to a batch, of whose lines the first takes a second, and all forty."""
 OUTCOMES = ("completed", "failed", "expired", "cancelled")
 
 
@@ -30,8 +31,7 @@ def line(custom_id: str, body: dict[str, Any], url: str = COMPLETION) -> bytes:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}).encode() + b"\n"
 
 
-def many(max_tokens: int = 32, count: int = NUM_MANY) -> bytes:
-    """Lines that take some seconds together."""
+def many(max_tokens: int = MANY_TOKENS, count: int = NUM_MANY) -> bytes:
     body = {"max_tokens": max_tokens, "ignore_eos": True}
     return b"".join(line(str(number), {"prompt": f"{number} sheep", **body}) for number in range(count))
 
@@ -121,34 +121,33 @@ def test_lines_that_are_not_valid_are_named(client: OpenAI) -> None:
         client.files.create(file=("x", b"{}"), purpose="assistants")
 
 
-def test_a_batch_is_cancelled_and_gives_its_blocks_back(client: OpenAI) -> None:
-    batch = begin(client, many(max_tokens=200))
-    eventually(lambda: num_completed(client, batch.id) >= 2, "two lines are answered")
-    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+def test_a_batch_is_cancelled_and_gives_its_blocks_back(server: Server, client: OpenAI, tmp_path: Path) -> None:
+    with paced(server, tmp_path / "gate", PACE_S):
+        batch = begin(client, many())
+        eventually(lambda: num_completed(client, batch.id) >= 2, "two lines are answered")
+        assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
     batch = ended(client, batch.id)
     output, errors = lines_in(client, batch.output_file_id), lines_in(client, batch.error_file_id)
     assert batch.status == "cancelled" and len(output) + len(errors) == NUM_MANY and len(output) < NUM_MANY
     assert {each["error"]["code"] for each in errors} == {"batch_cancelled"}
 
 
-def test_clients_are_answered_while_a_batch_runs(server: Server, client: OpenAI) -> None:
-    batch = begin(client, many(max_tokens=200))
-    eventually(lambda: num_completed(client, batch.id) >= 2, "the batch runs")
-    answers = [server.complete(f"Question {number}:", max_tokens=8) for number in range(20)]
-    assert all(len(answer["choices"][0]["token_ids"]) == 8 for answer in answers), "none was turned away"
-    client.batches.cancel(batch.id)
+def test_clients_are_answered_while_a_batch_runs(server: Server, client: OpenAI, tmp_path: Path) -> None:
+    with paced(server, tmp_path / "gate", PACE_S):
+        batch = begin(client, many())
+        eventually(lambda: num_completed(client, batch.id) >= 2, "the batch runs")
+        answers = [server.complete(f"Question {number}:", max_tokens=4) for number in range(8)]
+        assert all(len(answer["choices"][0]["token_ids"]) == 4 for answer in answers), "none was turned away"
+        assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled"), "the batch was not over"
     ended(client, batch.id)
 
 
-def test_a_batch_goes_on_when_its_ingress_replica_is_killed(server: Server, client: OpenAI) -> None:
-    batch = begin(client, many(count=60))
-    eventually(lambda: num_completed(client, batch.id) >= 5, "some lines are answered")
-    [ingress] = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.is_running() and process.name().startswith("ray::ServeRepli") and "ingress" in process.cmdline()[0]
-    ]
-    ingress.send_signal(signal.SIGKILL)
+def test_a_batch_goes_on_when_its_ingress_replica_is_killed(server: Server, client: OpenAI, tmp_path: Path) -> None:
+    with paced(server, tmp_path / "gate", PACE_S):
+        batch = begin(client, many())
+        eventually(lambda: num_completed(client, batch.id) >= 5, "some lines are answered")
+        [ingress] = [pid for pid, part in parts().items() if part == "ServeReplica:raydix:ingress"]
+        os.kill(ingress, signal.SIGKILL)
 
     def answers() -> bool:
         with contextlib.suppress(Exception):  # until there is another replica
@@ -157,76 +156,8 @@ def test_a_batch_goes_on_when_its_ingress_replica_is_killed(server: Server, clie
 
     eventually(answers, "another replica has ended the batch")
     batch = ended(client, batch.id)
-    assert (batch.status, batch.request_counts.completed) == ("completed", 60)
-    assert [each["custom_id"] for each in lines_in(client, batch.output_file_id)] == [*map(str, range(60))]
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    """A server that makes its tokens up, with a folder for batches."""
-    try:
-        resolve_model(DEFAULT_MODEL)
-    except StartupError as error:
-        pytest.skip(str(error))
-    path = tmp_path / "batches.yaml"
-    sections = {
-        "model": {"source": f"{NULL}{DEFAULT_MODEL}"},
-        "cache": {"segment_gib": 0.1, "num_blocks": 600},
-        "workers": {"mixed": {"token_budget": 256, "max_requests": 8}},
-        "batches": {"folder": str(tmp_path / "batches"), "concurrency": 2},
-    }
-    path.write_text(yaml.safe_dump(sections))
-    return path
-
-
-def raydix_batch(config: Path, source: Path, output: Path) -> subprocess.Popen[bytes]:
-    raydix = Path(sys.executable).with_name("raydix")
-    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    command = [str(raydix), "batch", str(source), "-o", str(output), "--config", str(config), "--concurrency", "2"]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, env=own, start_new_session=True)
-
-
-def num_answered(command: subprocess.Popen[bytes] | None, journal: Path) -> int:
-    """Lines of the journal; fails if the command has ended."""
-    assert command is None or command.poll() is None, command.communicate()
-    return journal.read_bytes().count(b"\n") if journal.exists() else 0
-
-
-def test_the_command_goes_on_where_it_was_interrupted_and_killed(config: Path, tmp_path: Path) -> None:
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    journal = output.with_name("out.jsonl.journal")
-    source.write_bytes(many(max_tokens=128) + line("bad", {"prompt": 7}))
-
-    first = raydix_batch(config, source, output)
-    eventually(lambda: num_answered(first, journal) > 0, "some are answered")
-    first.send_signal(signal.SIGINT)
-    _, shown = first.communicate(timeout=WAIT_S)
-    assert first.returncode == 130, shown
-    assert b"the same command goes on" in shown and not output.exists()
-
-    num_before = num_answered(None, journal)
-    second = raydix_batch(config, source, output)
-    eventually(lambda: num_answered(second, journal) > num_before, "more are answered")
-    second.kill()
-    second.communicate(timeout=WAIT_S)
-    assert not output.exists()
-
-    third = raydix_batch(config, source, output)
-    _, shown = third.communicate(timeout=WAIT_S)
-    assert third.returncode == 1, shown
-    assert f"{NUM_MANY} of {NUM_MANY + 1} lines answered".encode() in shown.replace(b"\n", b" ")
-    ids = [json.loads(each)["custom_id"] for each in output.read_bytes().splitlines()]
-    assert ids == [*map(str, range(NUM_MANY))]
-    [failed] = (tmp_path / "out.errors.jsonl").read_bytes().splitlines()
-    assert json.loads(failed)["custom_id"] == "bad"
-    assert not journal.exists()
-
-    config.write_text(yaml.safe_dump({"model": {"source": f"{NULL}/nowhere"}}))
-    fourth = raydix_batch(config, source, output)
-    _, shown = fourth.communicate(timeout=WAIT_S)
-    assert fourth.returncode == 1 and f"{NUM_MANY} of {NUM_MANY + 1} lines answered".encode() in shown, (
-        "nothing is left to do, so no model is loaded"
-    )
+    assert (batch.status, batch.request_counts.completed) == ("completed", NUM_MANY)
+    assert [each["custom_id"] for each in lines_in(client, batch.output_file_id)] == [*map(str, range(NUM_MANY))]
 
 
 def test_the_command_uses_a_running_server(server: Server, tmp_path: Path) -> None:

@@ -21,13 +21,13 @@ import pytest
 import yaml
 
 from raydix.cli.cluster import SERVE_SWITCHES, free_port, own_places
-from raydix.engine.core.errors import StartupError
 from raydix.engine.core.tenants import key_hash
-from raydix.engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
+from raydix.engine.model.sources import DEFAULT_MODEL, NULL
 from tests import helm
 from tests.chaos.harness import Stream
 from tests.integration.cluster import PARTS
 from tests.integration.conftest import WAIT_S, Server, eventually, random_prompt
+from tests.integration.local import require_default_model
 from tests.integration.test_serve_cli import Marked
 from tests.skips import NO_HELM
 
@@ -164,10 +164,7 @@ class Head(Marked):
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
-    try:
-        resolve_model(DEFAULT_MODEL)
-    except StartupError as error:
-        pytest.skip(str(error))
+    require_default_model()
     folder = Path(tempfile.mkdtemp(prefix="raydix-"))  # a short path: sockets of Ray and HAProxy lie below it
     head = Head(folder)
     try:

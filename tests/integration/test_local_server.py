@@ -9,49 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from queue import Queue
 
 import psutil
 import pytest
 
-from raydix.cli.cluster import free_port
-from raydix.engine.core.errors import StartupError
-from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from tests.integration.conftest import WAIT_S, Server, random_prompt
+from tests.integration.local import Process, require_default_model
 
 ROOT = Path(__file__).parents[2]
 TWO = {"prompt": "One, two,", "max_tokens": 8, "temperature": 0}
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
-
-
-class Process:
-    """A server that runs in a process of its own, and the lines that it has written."""
-
-    def __init__(self, *options: str, folder: Path | None = None, env: dict[str, str] | None = None) -> None:
-        self.port, self.options = free_port(), options
-        command = [sys.executable, "-m", "raydix", "serve", "--local", "--port", str(self.port), *options]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder, env=env)
-        self.lines: list[str] = []
-        self._new: Queue[str | None] = Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self._new.put(line.rstrip())
-        self._new.put(None)
-
-    def until(self, pattern: str) -> str:
-        """The first line with this pattern; fails when the process ends without one."""
-        while (line := self._new.get()) is not None:
-            self.lines.append(line)
-            if re.search(pattern, line):
-                return line
-        raise AssertionError(f"ended without {pattern!r}: {self.lines}")
 
 
 def small(folder: Path) -> Path:
@@ -66,18 +36,14 @@ def small(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    try:
-        resolve_model(DEFAULT_MODEL)
-    except StartupError as error:
-        pytest.skip(str(error))
+    require_default_model()
     config = small(tmp_path_factory.mktemp("local"))
     running = Process("--config", str(config))
     try:
         running.until("ready after")
         yield running
     finally:
-        running.process.kill()
-        running.process.wait()
+        running.end()
 
 
 @pytest.fixture
@@ -153,8 +119,7 @@ def test_the_wheel_serves_beside_other_packages_of_the_tree_s_names(local: Proce
         assert [status for status, _, _ in answers] == [200, 200]
         assert len({json.dumps(json.loads(body)["choices"]) for _, _, body in answers}) == 1
     finally:
-        running.process.kill()
-        running.process.wait()
+        running.end()
 
 
 def test_a_signal_ends_everything(local: Process) -> None:

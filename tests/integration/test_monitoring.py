@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from raydix.cli.cluster import free_port
-from raydix.engine.core.errors import StartupError
-from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.model.sources import DEFAULT_MODEL
 from tests.integration.conftest import WAIT_S, Server, eventually, random_prompt
-from tests.integration.test_local_server import Process, small
+from tests.integration.local import Process, require_default_model
+from tests.integration.test_local_server import small
 from tests.skips import NO_PROMETHEUS, has_no_prometheus
 from tests.unit.test_monitoring import FOLDER, queries
 
@@ -63,11 +63,8 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of a server that answers requests all the time, and refuses some; its model computes nothing."""
-    try:
-        resolve_model(DEFAULT_MODEL)
-    except StartupError as error:
-        pytest.skip(str(error))
+    """The port of a server that answers requests again and again, and refuses some; its model computes nothing."""
+    require_default_model()
     running = Process("--config", str(small(tmp_path_factory.mktemp("local"))), "--model", f"null:{DEFAULT_MODEL}")
     is_over = Event()
     try:
@@ -81,12 +78,11 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
                 load.result()
     finally:
         is_over.set()
-        running.process.kill()
-        running.process.wait()
+        running.end()
 
 
 def _ask(server: Server, is_over: Event) -> None:
-    while not is_over.is_set():
+    while not is_over.wait(0.1):
         server.complete(random_prompt(5, 200), max_tokens=20)
         server.complete(random_prompt(6, 20), max_tokens=5)
 
@@ -103,8 +99,7 @@ def prometheus(loaded: int, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         eventually(lambda: running.results("up == 1"), "the server is scraped", 0.5)
         yield running
     finally:
-        running.process.kill()
-        running.process.wait()
+        running.end()
 
 
 @pytest.mark.slow

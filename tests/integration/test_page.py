@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from raydix.engine.core.errors import StartupError
 from raydix.engine.core.tenants import key_hash
-from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from tests.browser import NO_CHROMIUM, Page, browser, executable
 from tests.integration.conftest import WAIT_S, Server
-from tests.integration.test_local_server import Process
+from tests.integration.local import Process, require_default_model
 
 VIEWS = ("chat", "requests", "cluster", "prefixes", "doctor", "savings")
 TENANTS = f"""
@@ -48,10 +46,7 @@ ANSWERED = """[...document.querySelectorAll('.assistant .facts')].map(facts => f
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     if executable() is None:
         pytest.skip(NO_CHROMIUM)
-    try:
-        resolve_model(DEFAULT_MODEL)
-    except StartupError as error:
-        pytest.skip(str(error))
+    require_default_model()
     folder = tmp_path_factory.mktemp("page")
     config = folder / "tenants.yaml"
     config.write_text(TENANTS + f"batches: {{folder: {folder / 'batches'}}}\n")
@@ -60,8 +55,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
         running.until("ready after")
         yield running
     finally:
-        running.process.kill()
-        running.process.wait()
+        running.end()
 
 
 def in_browser(local: Process, key: str, steps: Callable[[Page], Awaitable[None]]) -> None:

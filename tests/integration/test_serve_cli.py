@@ -24,9 +24,9 @@ import pytest
 from raydix.cli.cluster import free_port
 from raydix.cli.machine import this_machine
 from raydix.configs.choose import choose
-from raydix.engine.core.errors import StartupError
-from raydix.engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
+from raydix.engine.model.sources import DEFAULT_MODEL, NULL
 from tests.integration.conftest import MODEL, WAIT_S, eventually
+from tests.integration.local import require_default_model
 
 STILL_S = 30.0
 """Interval in which a server that starts uses a processor, on the busiest machine."""
@@ -156,10 +156,7 @@ class Terminal(Marked):
 @pytest.fixture
 def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
     """With the arguments and the limit of open files that the test is parametrized with, or without a model's work."""
-    try:
-        resolve_model(DEFAULT_MODEL)
-    except StartupError as error:
-        pytest.skip(str(error))
+    require_default_model()
     arguments, open_files = getattr(request, "param", (WITHOUT_MODEL, None))
     terminal = Terminal(*arguments, open_files=open_files)
     try:

@@ -10,9 +10,8 @@ import openai
 import pytest
 import yaml
 
-from raydix.engine.core.errors import StartupError
-from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from tests.integration.conftest import MODEL, Server, eventually
+from tests.integration.local import require_default_model
 from tests.integration.test_batches import begin, client_of, ended, lines_in, many, num_completed
 from tests.integration.test_disk import LIMITS, PROMPT, ask, config, num_blocks_in
 from tests.integration.test_serve_cli import Terminal, assert_killing_frees_its_port
@@ -36,10 +35,7 @@ def serving(file: Path) -> Iterator[tuple[Terminal, Server, openai.OpenAI]]:
 
 @pytest.mark.slow
 def test_everything_on_disk_goes_on_after_a_kill(tmp_path: Path) -> None:
-    try:
-        resolve_model(DEFAULT_MODEL)
-    except StartupError as error:
-        pytest.skip(str(error))
+    require_default_model()
     folder, file = tmp_path / "kv", tmp_path / "server.yaml"
     batches = {"folder": str(tmp_path / "batches"), "concurrency": 2}
     file.write_text(yaml.safe_dump({**config(folder, {"mixed": LIMITS}), "batches": batches}))
