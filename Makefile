@@ -79,9 +79,11 @@ test-kernels: develop
 test-model: develop
 	$(PYTEST) -m "not gpu and not exhaustive" tests/model --numprocesses=auto --dist=loadfile $(TESTS)
 
-# Real servers and clusters, in two processes that have a cluster each: most of the time is waiting.
+# Real servers and clusters, in two processes that have a cluster each, by files in the order of
+# tests/integration/conftest.py.
 test-cluster: develop
-	$(PYTEST) --durations=20 -m "not gpu and not chaos" tests/integration tests/chaos --numprocesses=2 --dist=loadfile $(TESTS)
+	$(PYTEST) --durations=20 -m "not gpu and not chaos" tests/integration tests/chaos --numprocesses=2 --dist=loadfile \
+		--no-loadscope-reorder $(TESTS)
 
 # The list for a machine with an NVIDIA GPU, in order: docs/guides/first-day-on-a-gpu.md.
 gpu-day: develop

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.machine import describe
+from raydix.engine.model.sources import DEFAULT_MODEL
 from tests.chaos.harness import NUM_STREAMS, NUM_WORKERS, Load, Outcome
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import Server, eventually, random_prompt
@@ -35,7 +36,7 @@ def pairs(cluster: Cluster) -> Server:
     """A server with two prefill and two decode workers."""
     pool = {"replicas": 2, "token_budget": 256, "max_requests": 32}
     config = {
-        "model": {"max_model_len": 4096},
+        "model": {"source": DEFAULT_MODEL, "max_model_len": 4096},  # whose prompts take long enough to be disturbed
         "cache": {"num_blocks": 1600, "segment_gib": 0.5, "swap_gib": 0.05},
         "workers": {"prefill": pool, "decode": pool},
     }

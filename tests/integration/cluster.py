@@ -34,6 +34,7 @@ from raydix.cli.deploy import deploy
 from raydix.configs import Config
 from raydix.engine.core.errors import StartupError
 from tests.integration.conftest import WAIT_S, Server, eventually
+from tests.integration.thin_model import write_thin_model
 
 PARTS = re.compile(r"ray::(ServeReplica:\w+:\w+|KVCacheManager|PrefillWorker|DecodeWorker|MixedWorker)")
 STORE_GIB = 1.5
@@ -57,6 +58,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.port = free_port()
+        self._model = write_thin_model(folder)
         store: dict[str, Any] = {"segment_gib": STORE_GIB, "swap_gib": 0}
         config = {"cache": store, "workers": {"mixed": {}}, "http": {"port": self.port}}
         self._local = LocalCluster(Config.model_validate(config))
@@ -82,10 +84,14 @@ class Cluster:
             self._local.stop()
             gc.collect()
 
+    def with_model(self, sections: Mapping[str, Any]) -> dict[str, Any]:
+        """The sections with the thin model (`thin_model`), unless they name a model."""
+        return {**sections, "model": {"source": str(self._model), **sections.get("model", {})}}
+
     def serve(self, sections: Mapping[str, Any]) -> "Live":
         """The application with this configuration, deployed unless it is what runs."""
         http = {**sections.get("http", {}), "port": self.port}
-        config = named_local(Config.model_validate({**sections, "http": http}))
+        config = named_local(Config.model_validate({**self.with_model(sections), "http": http}))
         live = Live(self, Server("127.0.0.1", self.port), self.folder / "deployed.yaml")
         if config != self._deployed:
             self._deploy(config)
@@ -186,26 +192,26 @@ class Live:
     server: Server
     file: Path
 
-    def deploy(self, config: dict[str, Any]) -> "Deployed":
+    def deploy(self, config: dict[str, Any], *, is_dry_run: bool = False) -> "Deployed":
         """What `raydix deploy` does with another configuration, on this process's connection to the cluster: a command
         of its own imports Ray first."""
         self.cluster.forget()
         said = io.StringIO()
         try:
             with contextlib.redirect_stdout(said):
-                deploy(Config.model_validate(config), APP_NAME)
+                deploy(Config.model_validate(self.cluster.with_model(config)), APP_NAME, is_dry_run=is_dry_run)
         except (StartupError, ValidationError) as error:
             return Deployed(2, said.getvalue(), str(error))
         return Deployed(0, said.getvalue(), "")
 
-    def deploy_by_command(self, config: dict[str, Any], *arguments: str) -> "subprocess.CompletedProcess[str]":
+    def deploy_by_command(self, config: dict[str, Any]) -> "subprocess.CompletedProcess[str]":
         """`raydix deploy` of another configuration, as a command."""
         self.cluster.forget()
-        self.file.write_text(yaml.safe_dump(config))
+        self.file.write_text(yaml.safe_dump(self.cluster.with_model(config)))
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         raydix, address = Path(sys.executable).with_name("raydix"), self.cluster.address()
         return subprocess.run(
-            [raydix, "deploy", "--config", str(self.file), "--address", address, *arguments],
+            [raydix, "deploy", "--config", str(self.file), "--address", address],
             env={**own, "RAY_AUTH_MODE": "token"},
             capture_output=True,
             text=True,

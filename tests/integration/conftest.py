@@ -1,7 +1,9 @@
-"""The application that most of these tests use: the real model on two workers, behind real HTTP.
+"""The applications that most of these tests use, behind real HTTP.
 
-Each test leaves it idle and whole. Modules with a configuration of their own run after the others, since each of them
-has the application on the cluster replaced (`tests/integration/cluster.py`).
+`one_process` computes the default model: what is about texts, fields and their form. `server` has a worker of each
+role on a cluster, and computes a thin model (`thin_model`): what is about processes and the KV between them. Each test
+leaves it idle and whole. Modules with a configuration of their own run after those, since each of them has the
+application on the cluster replaced (`tests/integration/cluster.py`).
 """
 
 import asyncio
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 MODEL = "SmolLM2-135M-Instruct"
 NUM_BLOCKS = 400
+LOCAL_MODEL_LEN = 2048
+"""Limit of tokens of `one_process`."""
 WAIT_S = 290.0
 """After which a wait is hopeless, on a slow and busy machine, too: half of a test's own limit, which stands in
 pyproject.toml. No test is about these seconds."""
@@ -188,17 +192,49 @@ CONFIG: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`raydix serve --local` with the limits of `server`."""
+    from tests.integration.local import Process, require_default_model
+
+    require_default_model()
+    folder = tmp_path_factory.mktemp("one_process")
+    sections = {
+        **CONFIG,
+        "model": {"max_model_len": LOCAL_MODEL_LEN},
+        "workers": {"mixed": {"token_budget": 256, "max_requests": 32}},
+        "batches": {"folder": str(folder / "batches")},
+    }
+    file = folder / "server.yaml"
+    file.write_text(json.dumps(sections))
+    running = Process("--config", str(file))
+    try:
+        running.until("ready after")
+        yield Server("127.0.0.1", running.port)
+    finally:
+        running.end()
+
+
 @pytest.fixture(scope="module")
 def server(cluster: "Cluster") -> Server:
     batches = {**CONFIG["batches"], "folder": str(cluster.folder / "batches")}
     return cluster.serve({**CONFIG, "batches": batches}).server
 
 
+LONG = ("test_kills", "test_resuming", "test_live_changes", "test_elastic", "test_tenants")
+"""Modules with configurations of their own that take long: they come first, so that no process is left with one."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put modules with configurations of their own behind those that share one."""
+    """Put modules without a cluster first, for which none idles meanwhile, and modules with configurations of their own
+    behind those that share one."""
     sharing = {item.path for item in items if "server" in getattr(item, "fixturenames", ())}
     own = {item.path for item in items if "cluster" in getattr(item, "fixturenames", ())} - sharing
-    items.sort(key=lambda item: item.path in own)
+
+    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+        return item.path in own, item.path in sharing, item.path in own and item.path.stem not in LONG
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)
@@ -207,6 +243,11 @@ def idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
     if "server" in request.fixturenames:
         running: Server = request.getfixturevalue("server")
         eventually(running.is_idle, "every block, lease and stream given back")
+    if "one_process" in request.fixturenames:
+        process: Server = request.getfixturevalue("one_process")
+        eventually(
+            lambda: json.loads(process.request("GET", "/load")[2])["server_load"] == 0, "every request has ended"
+        )
 
 
 def random_prompt(seed: int, length: int) -> list[int]:

@@ -6,25 +6,34 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from raydix.engine.core.settings import EngineSettings, SchedulerLimits
 from raydix.engine.core.tenants import salt_of
 from raydix.engine.core.types import Adapter, Assignment, Sampling, Stage
 from raydix.engine.model.adapters import identify_adapter
 from raydix.engine.model.build import build_engine
-from raydix.engine.model.sources import DEFAULT_MODEL, read_description
+from raydix.engine.model.sources import read_description
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL, Server, eventually, random_prompt
-from tests.integration.test_local_server import Process
+from tests.integration.local import Process, require_default_model
+from tests.integration.thin_model import write_thin_model
 from tests.model.random_adapters import write_adapter
 
 PROMPT, ANSWER_TOKENS = random_prompt(960, 300), 24
 
 
-def logprobs_of_an_engine(adapters: list[Adapter]) -> dict[str, list[float]]:
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    require_default_model()
+    return write_thin_model(tmp_path)
+
+
+def logprobs_of_an_engine(model: Path, adapters: list[Adapter]) -> dict[str, list[float]]:
     """What one engine answers, each request alone."""
     folders = tuple((adapter.name, adapter.folder) for adapter in adapters)
     limits = SchedulerLimits(512, 8)
-    engine = build_engine(EngineSettings(DEFAULT_MODEL, "bfloat16", "cpu", 2048, 16, 200, 0, limits, adapters=folders))
+    engine = build_engine(EngineSettings(str(model), "bfloat16", "cpu", 2048, 16, 200, 0, limits, adapters=folders))
     sampling, values = Sampling(ANSWER_TOKENS, temperature=0.0, logprobs=0), {}
     for adapter in (None, *adapters):
         name, digest = (MODEL, b"") if adapter is None else (adapter.name, adapter.digest)
@@ -47,9 +56,9 @@ def ask(server: Server, name: str) -> tuple[list[float], int]:
     return answer["choices"][0]["logprobs"]["token_logprobs"], cached
 
 
-def written(folder: Path) -> list[Adapter]:
-    """Two adapters of the default model, with random weights."""
-    config = read_description(DEFAULT_MODEL)
+def written(folder: Path, model: Path) -> list[Adapter]:
+    """Two adapters of the model, with random weights."""
+    config = read_description(str(model))
     for seed in range(2):
         write_adapter(folder / str(seed), config, seed, rank=8)
     return [identify_adapter(name, str(folder / str(at)), config) for at, name in enumerate(("sql", "org/rivers"))]
@@ -66,13 +75,13 @@ def check(server: Server, expected: dict[str, list[float]]) -> None:
     assert all(cached >= len(PROMPT) // 16 * 16 for _, cached in warm.values())
 
 
-def test_a_server_of_one_process(tmp_path: Path) -> None:
-    adapters = written(tmp_path)
-    expected = logprobs_of_an_engine(adapters)
+def test_a_server_of_one_process(model: Path, tmp_path: Path) -> None:
+    adapters = written(tmp_path, model)
+    expected = logprobs_of_an_engine(model, adapters)
     assert len({tuple(values) for values in expected.values()}) == 3, "each says something else"
     folders = {adapter.name: adapter.folder for adapter in adapters}
     config = {
-        "model": {"max_model_len": 2048, "adapters": folders},
+        "model": {"source": str(model), "max_model_len": 2048, "adapters": folders},
         "cache": {"num_blocks": 200},
         "batches": {"gib": 0},
     }
@@ -88,28 +97,29 @@ def test_a_server_of_one_process(tmp_path: Path) -> None:
             *((adapter.name, MODEL) for adapter in adapters),
         ]
     finally:
-        running.process.kill()
-        running.process.wait()
+        running.end()
 
 
-def test_an_adapter_that_cannot_be_used_ends_the_start(tmp_path: Path) -> None:
-    adapter = written(tmp_path)[0]
+def test_an_adapter_that_cannot_be_used_ends_the_start(model: Path, tmp_path: Path) -> None:
+    adapter = written(tmp_path, model)[0]
     settings = Path(adapter.folder) / "adapter_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "use_dora": True}))
-    (tmp_path / "config.yaml").write_text(json.dumps({"model": {"adapters": {"sql": adapter.folder}}}))
+    section = {"source": str(model), "adapters": {"sql": adapter.folder}}
+    (tmp_path / "config.yaml").write_text(json.dumps({"model": section}))
     running = Process("--config", str(tmp_path / "config.yaml"))
     running.until("adapter sql: .*use_dora is not supported")
     assert running.process.wait() != 0
 
 
-def test_a_cluster(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_cluster(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     """Prefilled by one worker and decoded by another, before and after the latter's death."""
-    adapters = written(tmp_path)
-    expected = logprobs_of_an_engine(adapters)
+    adapters = written(tmp_path, model)
+    expected = logprobs_of_an_engine(model, adapters)
     workers = {"prefill": {"token_budget": 128, "max_requests": 8}, "decode": {"token_budget": 128, "max_requests": 8}}
-    model = {"max_model_len": 2048, "adapters": {adapter.name: adapter.folder for adapter in adapters}}
+    folders = {adapter.name: adapter.folder for adapter in adapters}
+    section = {"source": str(model), "max_model_len": 2048, "adapters": folders}
     cache = {"num_blocks": 200, "segment_gib": 0.25}
-    server = cluster.serve({"model": model, "cache": cache, "workers": workers}).server
+    server = cluster.serve({"model": section, "cache": cache, "workers": workers}).server
     check(server, expected)
 
     server.kill(server.workers()["decode"])

@@ -5,12 +5,14 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
+from tests.integration.cluster import paced
 from tests.integration.conftest import MODEL, WAIT_S, Server, eventually, random_prompt
 
 COMPLETIONS = "/v1/completions"
@@ -281,11 +283,14 @@ def test_more_choices_than_fit_into_the_queue_are_refused(server: Server) -> Non
     assert str(MAX_QUEUED) in error["message"]
 
 
-def test_requests_beyond_the_queue_are_refused_until_others_end(server: Server) -> None:
+def test_requests_beyond_the_queue_are_refused_until_others_end(server: Server, tmp_path: Path) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
-        with client.completions.create(
-            model=MODEL, prompt="hi", n=MAX_QUEUED, max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
-        ) as stream:
+        with (
+            paced(server, tmp_path / "gate"),
+            client.completions.create(
+                model=MODEL, prompt="hi", n=MAX_QUEUED, max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
+            ) as stream,
+        ):
             next(iter(stream))
             for body in (completion(), completion(stream=True)):
                 answer = server.request("POST", COMPLETIONS, body)

@@ -62,16 +62,16 @@ def test_a_body_is_answered_alike_whatever_is_remembered(server: Server) -> None
     assert told(chat(server, body, max_tokens=24)) == expected, "with a new manager"
 
 
-def test_a_neighbour_cannot_change_what_a_prompt_is_made_of(server: Server) -> None:
+def test_a_neighbour_cannot_change_what_a_prompt_is_made_of(one_process: Server) -> None:
     """The neighbour has the same question answered with a text that the victim's chat will have, in unusual tokens."""
     first = [{"role": "user", "content": "Is the sky blue? Say yes or no."}]
     body = [*first, {"role": "assistant", "content": "Yes"}, {"role": "user", "content": "Why?"}]
-    alone = told(chat(server, body, max_tokens=24, cache_salt="alone"))
+    alone = told(chat(one_process, body, max_tokens=24, cache_salt="alone"))
 
     pieces = [tokenizer().encode(piece)[0] for piece in ("Y", "es")]
     assert pieces != tokenizer().encode("Yes"), "the case is of no use if these are the usual tokens"
     forced = {"logit_bias": {str(token_id): 100 for token_id in pieces}, "max_tokens": 2}
     for fields in ({}, {"store": True}):
-        planted = chat(server, first, **forced, **fields)
+        planted = chat(one_process, first, **forced, **fields)
         assert (text_of(planted), planted["choices"][0]["token_ids"]) == ("Yes", pieces)
-        assert told(chat(server, body, max_tokens=24)) == alone
+        assert told(chat(one_process, body, max_tokens=24)) == alone

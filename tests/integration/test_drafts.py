@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from raydix.engine.model.sources import DEFAULT_MODEL
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL, Server, eventually
 
@@ -21,21 +22,6 @@ FORM = {"type": "json_schema", "json_schema": {"name": "f", "schema": SCHEMA}}
 
 
 LIMITS = {"token_budget": 256, "max_requests": 8}
-
-
-def config(workers: dict[str, Any], **speculation: Any) -> dict[str, Any]:
-    cache = {"num_blocks": 300, "segment_gib": 0.25, "swap_gib": 0.05}
-    return {
-        "model": {"max_model_len": 2048},
-        "cache": cache,
-        "speculation": {"mode": "auto", **speculation},
-        "workers": workers,
-    }
-
-
-@pytest.fixture
-def drafting(cluster: Cluster) -> Server:
-    return cluster.serve(config({"mixed": LIMITS})).server
 
 
 def ask(drafting: Server, salt: str, **fields: Any) -> dict[str, Any]:
@@ -70,54 +56,59 @@ def attempt_of(drafting: Server, answer: dict[str, Any]) -> dict[str, Any]:
     [("prediction", {"prediction": {"type": "content", "content": FILE}}), ("grammar", {"response_format": FORM})],
 )
 def test_answers_are_the_same_with_drafts(
-    drafting: Server, source: str, fields: dict[str, Any], temperature: float
+    one_process: Server, source: str, fields: dict[str, Any], temperature: float
 ) -> None:
     fields = {**fields, "temperature": temperature}
     salt = f"{source} {temperature}"
-    plain = ask(drafting, salt, speculation=False, **fields)
-    drafted = ask(drafting, salt, **fields)
-    again = ask(drafting, salt, **fields)
+    plain = ask(one_process, salt, speculation=False, **fields)
+    drafted = ask(one_process, salt, **fields)
+    again = ask(one_process, salt, **fields)
     assert plain["choices"] == drafted["choices"] == again["choices"]
-    assert not drafts_of(drafting, plain)
+    assert not drafts_of(one_process, plain)
 
-    counts = drafts_of(drafting, drafted)
+    counts = drafts_of(one_process, drafted)
     details = drafted["usage"]["completion_tokens_details"]
     num_accepted = sum(each["accepted"] for each in counts.values())
     assert details["accepted_prediction_tokens"] == num_accepted > 0
     assert details["rejected_prediction_tokens"] == sum(each["drafted"] for each in counts.values()) - num_accepted
     assert source == "prediction" or counts["grammar"]["accepted"] > 0
-    assert sum(each["accepted"] for each in drafts_of(drafting, again).values()) > 0
+    assert sum(each["accepted"] for each in drafts_of(one_process, again).values()) > 0
 
 
-def test_choices_that_end_with_a_stop_string_are_the_same_with_drafts(drafting: Server) -> None:
+def test_choices_that_end_with_a_stop_string_are_the_same_with_drafts(one_process: Server) -> None:
     fields = {
         "n": 3,
         "temperature": 0.7,
         "stop": ["height", "return"],
         "prediction": {"type": "content", "content": FILE},
     }
-    plain = ask(drafting, "choices", speculation=False, **fields)
-    drafted = ask(drafting, "choices", **fields)
+    plain = ask(one_process, "choices", speculation=False, **fields)
+    drafted = ask(one_process, "choices", **fields)
     assert plain["choices"] == drafted["choices"] and len(drafted["choices"]) == 3
     assert "stop" in {choice["finish_reason"] for choice in drafted["choices"]}
     assert drafted["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
 
 
-def test_another_salt_has_no_past(drafting: Server) -> None:
-    ask(drafting, "mine", temperature=0)
-    assert "past" not in drafts_of(drafting, ask(drafting, "others", temperature=0))
-    assert drafts_of(drafting, ask(drafting, "mine", temperature=0))["past"]["accepted"] > 0
+def test_another_salt_has_no_past(one_process: Server) -> None:
+    ask(one_process, "mine", temperature=0)
+    assert "past" not in drafts_of(one_process, ask(one_process, "others", temperature=0))
+    assert drafts_of(one_process, ask(one_process, "mine", temperature=0))["past"]["accepted"] > 0
 
 
-def test_a_prediction_of_another_form_is_refused(drafting: Server) -> None:
+def test_a_prediction_of_another_form_is_refused(one_process: Server) -> None:
     body = {"messages": QUESTION, "prediction": {"type": "content", "content": [{"type": "image_url"}]}}
-    status, _, data = drafting.request("POST", "/v1/chat/completions", body)
+    status, _, data = one_process.request("POST", "/v1/chat/completions", body)
     assert status == 400 and json.loads(data)["error"]["param"] == "prediction.content"
 
 
 def test_a_question_asked_again_is_drafted_from_the_answer_of_another_worker(cluster: Cluster) -> None:
-    workers = {"prefill": LIMITS, "decode": {**LIMITS, "replicas": 2}}
-    drafting = cluster.serve(config(workers, sources=["cluster"])).server
+    config = {
+        "model": {"source": DEFAULT_MODEL, "max_model_len": 2048},  # whose steps cost enough for drafts
+        "cache": {"num_blocks": 300, "segment_gib": 0.25, "swap_gib": 0.05},
+        "speculation": {"mode": "auto", "sources": ["cluster"]},
+        "workers": {"prefill": LIMITS, "decode": {**LIMITS, "replicas": 2}},
+    }
+    drafting = cluster.serve(config).server
     with ThreadPoolExecutor(4) as pool:
         first = ask(drafting, "mine", temperature=0.7)
         told = attempt_of(drafting, first)

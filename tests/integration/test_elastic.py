@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from raydix.engine.model.sources import DEFAULT_MODEL
 from tests.chaos.harness import Stream
 from tests.integration.cluster import Cluster, Live, Pace, paced
 from tests.integration.conftest import Server, eventually, random_prompt
@@ -30,7 +31,7 @@ nine streams keep within it."""
 
 def config(**elastic: Any) -> dict[str, Any]:
     return {
-        "model": {"max_model_len": 4096},
+        "model": {"source": DEFAULT_MODEL, "max_model_len": 4096},  # whose prompts keep all workers busy
         "cache": {"num_blocks": 1200, "segment_gib": 0.5, "swap_gib": 0.05},
         "workers": {"elastic": {"token_budget": 256, "max_requests": 32, "num_threads": 1, **elastic}},
         "slo": {"ttft_ms": 1000, "tpot_ms": 1000},

@@ -54,8 +54,8 @@ def test_openais_client(server: Server, client: openai.OpenAI) -> None:
     assert response.usage.prompt_tokens == response.usage.total_tokens > len(TEXTS)
 
 
-def test_vectors_have_length_one_and_tell_topics_apart(server: Server) -> None:
-    cat, kitten, invoice, _ = vectors(embed(server, TEXTS))
+def test_vectors_have_length_one_and_tell_topics_apart(one_process: Server) -> None:
+    cat, kitten, invoice, _ = vectors(embed(one_process, TEXTS))
     assert all(math.hypot(*each) == pytest.approx(1, abs=1e-5) for each in (cat, kitten, invoice))
     assert cosine(cat, kitten) > cosine(cat, invoice)
 

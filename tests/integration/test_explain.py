@@ -1,11 +1,13 @@
 """What the server tells of its decisions and its cache, and how the cache is reset."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raydix.actors.ingress.cache_control import MAX_FOLLOWERS
+from tests.integration.cluster import paced
 from tests.integration.conftest import Server, eventually, random_prompt
 
 
@@ -79,7 +81,7 @@ def test_an_unknown_request_is_not_found(server: Server, request_id: str) -> Non
     assert request_id in error["message"]
 
 
-def test_the_cache_is_shown_and_reset(server: Server) -> None:
+def test_the_cache_is_shown_and_reset(server: Server, tmp_path: Path) -> None:
     prompt = random_prompt(7404, 300)
     for _ in range(2):
         server.complete(prompt, max_tokens=2)
@@ -90,9 +92,10 @@ def test_the_cache_is_shown_and_reset(server: Server) -> None:
     assert report["hit_blocks"] and report["missed_blocks"] and report["object_store"]["bytes"] > 0
     assert any(prefix["hit_tokens"] >= 288 and prefix["preview"] for prefix in report["hottest_prefixes"])
 
-    running = server.stream(random_prompt(7405, 100), max_tokens=120)
-    seen = [next(running)]
-    status, _, body = server.request("POST", "/v1/cache/reset")
+    with paced(server, tmp_path / "gate"):
+        running = server.stream(random_prompt(7405, 100), max_tokens=120)
+        seen = [next(running)]
+        status, _, body = server.request("POST", "/v1/cache/reset")
     dropped = json.loads(body)
     assert status == 200 and dropped["pool_blocks"] > 0
     choices = [choice for chunk in [*seen, *running] for choice in chunk["choices"]]

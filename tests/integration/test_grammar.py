@@ -56,23 +56,23 @@ def completion(server: Server, prompt: Any, **fields: Any) -> dict[str, Any]:
     return choice
 
 
-def test_a_schema_holds_for_every_choice(server: Server) -> None:
+def test_a_schema_holds_for_every_choice(one_process: Server) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE, "strict": True}}
-    answer = chat(server, response_format=schema, structured_outputs=None, n=3)
+    answer = chat(one_process, response_format=schema, structured_outputs=None, n=3)
     for index, choice in enumerate(answer["choices"]):
         if choice["finish_reason"] == "stop":
             jsonschema.validate(json.loads(content(answer, index)), PLACE)
-    tight = chat(server, structured_outputs=TIGHT, n=3)
+    tight = chat(one_process, structured_outputs=TIGHT, n=3)
     assert [choice["finish_reason"] for choice in tight["choices"]] == ["stop"] * 3
     for index in range(3):
         jsonschema.validate(json.loads(content(tight, index)), PLACE)
 
 
-def test_openai_s_client_parses_an_answer(server: Server) -> None:
+def test_openai_s_client_parses_an_answer(one_process: Server) -> None:
     class Verdict(BaseModel):
         is_true: bool
 
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+    client = openai.OpenAI(base_url=f"{one_process.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
     parsed = client.chat.completions.parse(
         model=MODEL,
         messages=[{"role": "user", "content": "Is water wet?"}],
@@ -95,8 +95,8 @@ def test_openai_s_client_parses_an_answer(server: Server) -> None:
     ],
     ids=str,
 )
-def test_other_forms(server: Server, fields: dict[str, Any], pattern: str) -> None:
-    answer = chat(server, **fields)
+def test_other_forms(one_process: Server, fields: dict[str, Any], pattern: str) -> None:
+    answer = chat(one_process, **fields)
     assert re.fullmatch(pattern, content(answer)), content(answer)
     assert answer["choices"][0]["finish_reason"] == "stop"
 
@@ -116,32 +116,32 @@ TAG = {
     ],
     ids=["response_format", "structured_outputs", "structural_tag"],
 )
-def test_structural_tags_bind_behind_their_triggers(server: Server, fields: dict[str, Any]) -> None:
+def test_structural_tags_bind_behind_their_triggers(one_process: Server, fields: dict[str, Any]) -> None:
     """The trigger is made likely everywhere, so it comes wherever the form lets it."""
-    _, _, data = server.request("POST", "/tokenize", {"prompt": "@", "add_special_tokens": False})
+    _, _, data = one_process.request("POST", "/tokenize", {"prompt": "@", "add_special_tokens": False})
     [trigger] = json.loads(data)["tokens"]
     likely = {str(trigger): 100}
-    assert set(content(chat(server, logit_bias=likely, max_tokens=8))) == {"@"}
-    text = content(chat(server, logit_bias=likely, max_tokens=60, **fields))
+    assert set(content(chat(one_process, logit_bias=likely, max_tokens=8))) == {"@"}
+    text = content(chat(one_process, logit_bias=likely, max_tokens=60, **fields))
     *tags, last = text.split(";")
     assert len(tags) >= 2 and all(re.fullmatch(r'@city:\s*"(Paris|Rome)"', tag) for tag in tags), text
     assert last == "" or last.startswith("@"), "cut off in a tag"
 
 
-def test_the_end_comes_where_the_grammar_ends_whatever_else_is_asked(server: Server) -> None:
+def test_the_end_comes_where_the_grammar_ends_whatever_else_is_asked(one_process: Server) -> None:
     for fields in ({"min_tokens": 50}, {"ignore_eos": True}, {"min_tokens": 50, "ignore_eos": True}):
-        answer = chat(server, structured_outputs={"choice": ["Paris", "Rome"]}, **fields)
+        answer = chat(one_process, structured_outputs={"choice": ["Paris", "Rome"]}, **fields)
         assert content(answer) in ("Paris", "Rome") and answer["choices"][0]["finish_reason"] == "stop"
-    cut = chat(server, structured_outputs=TIGHT, max_tokens=3)
+    cut = chat(one_process, structured_outputs=TIGHT, max_tokens=3)
     assert cut["choices"][0]["finish_reason"] == "length" and cut["usage"]["completion_tokens"] == 3
-    stopped = chat(server, structured_outputs=TIGHT, stop=['"country"'])
+    stopped = chat(one_process, structured_outputs=TIGHT, stop=['"country"'])
     assert stopped["choices"][0]["finish_reason"] == "stop" and '"country"' not in content(stopped)
 
 
-def test_a_stream_says_the_same(server: Server) -> None:
-    whole = completion(server, "A place: ")
+def test_a_stream_says_the_same(one_process: Server) -> None:
+    whole = completion(one_process, "A place: ")
     chunks = list(
-        server.stream(
+        one_process.stream(
             "A place: ",
             structured_outputs=TIGHT,
             temperature=1,
@@ -177,48 +177,51 @@ def test_equal_bits_cold_warm_and_among_others(server: Server) -> None:
         assert other["token_ids"] == cold["token_ids"] and other["logprobs"] == cold["logprobs"]
 
 
-@pytest.mark.parametrize(
-    "form", [{"regex": "[a-z]{300,400}"}, {"regex": "(red green ){60}(blue ){60}"}], ids=["free", "forced"]
-)
-def test_equal_bits_after_the_death_of_the_decode_worker(server: Server, form: dict[str, Any], tmp_path: Path) -> None:
-    asked = {"structured_outputs": form, "temperature": 1, "seed": 5, "max_tokens": 120, "ignore_eos": False}
+def test_equal_bits_after_the_death_of_the_decode_worker(server: Server, tmp_path: Path) -> None:
+    """Of a form that leaves a choice at each letter, and of one that forces all words but one."""
+    forms = ("[a-z]{300,400}", "(red green ){60}(blue ){60}")
     prompt = random_prompt(712, 200)
-    expected = server.complete(prompt, **asked, cache_salt="reference")["choices"][0]["token_ids"]
+    asked: list[dict[str, Any]] = [
+        {"structured_outputs": {"regex": form}, "temperature": 1, "seed": 5, "max_tokens": 120, "ignore_eos": False}
+        for form in forms
+    ]
+    expected = [server.complete(prompt, **each, cache_salt="reference")["choices"][0]["token_ids"] for each in asked]
     worker = server.workers()["decode"]
     with paced(server, tmp_path / "gate"):
-        chunks = server.stream(prompt, **asked, cache_salt="killed")
-        seen = [next(chunks), next(chunks)]
+        streams = [server.stream(prompt, **each, cache_salt="killed") for each in asked]
+        seen = [[next(stream), next(stream)] for stream in streams]
         server.kill(worker)
-    got = [token for chunk in (*seen, *chunks) for choice in chunk["choices"] for token in choice.get("token_ids", ())]
-    assert got == expected
+    for begun, stream, tokens in zip(seen, streams, expected, strict=True):
+        chunks = [*begun, *stream]
+        assert [token for chunk in chunks for each in chunk["choices"] for token in each.get("token_ids", ())] == tokens
+        assert num_attempts(server, chunks[0]["id"]) == 2, "the answer was under way"
     eventually(lambda: is_replaced(server, worker), "the decode worker is back")
-    assert num_attempts(server, seen[0]["id"]) == 2, "the answer was under way"
 
 
-def test_log_probabilities_are_those_before_the_grammar(server: Server) -> None:
+def test_log_probabilities_are_those_before_the_grammar(one_process: Server) -> None:
     prompt = "One, two, three,"
-    free = completion(server, prompt, structured_outputs=None, temperature=0, max_tokens=1)
-    bound = completion(server, prompt, structured_outputs={"choice": ["zebra"]}, temperature=0, max_tokens=1)
+    free = completion(one_process, prompt, structured_outputs=None, temperature=0, max_tokens=1)
+    bound = completion(one_process, prompt, structured_outputs={"choice": ["zebra"]}, temperature=0, max_tokens=1)
     assert free["token_ids"] != bound["token_ids"]
     likeliest = free["logprobs"]["top_logprobs"][0]
     assert likeliest.items() <= bound["logprobs"]["top_logprobs"][0].items()
     assert bound["logprobs"]["token_logprobs"][0] < min(likeliest.values())
 
 
-def test_what_cannot_be_compiled_is_refused_with_its_place(server: Server) -> None:
+def test_what_cannot_be_compiled_is_refused_with_its_place(one_process: Server) -> None:
     schema = {"type": "object", "properties": {"x": {"type": "object", "not": {}}}}
     body = {
         "messages": QUESTION,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     }
-    status, _, data = server.request("POST", CHAT, body)
+    status, _, data = one_process.request("POST", CHAT, body)
     assert status == 400 and json.loads(data)["error"]["param"] == "response_format.json_schema.schema.properties.x"
 
     # Known to the model's vocabulary alone, so found by a worker.
     lark = {"messages": QUESTION, "structured_outputs": {"grammar": "start: <|nonsense|>"}}
-    status, _, data = server.request("POST", CHAT, lark)
+    status, _, data = one_process.request("POST", CHAT, lark)
     assert status == 400 and "nonsense" in json.loads(data)["error"]["message"]
-    assert content(chat(server, structured_outputs={"choice": ["fine"]})) == "fine"
+    assert content(chat(one_process, structured_outputs={"choice": ["fine"]})) == "fine"
 
 
 def test_the_handle_takes_the_same_fields(server: Server) -> None:

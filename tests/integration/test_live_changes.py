@@ -1,8 +1,13 @@
-"""`raydix deploy` on a server that runs: what applies in place, what restarts alone, and what is refused."""
+"""`raydix deploy` on a server that runs: what applies in place, what restarts alone, and what is refused. The manager,
+in which all else has its place, is replaced and killed last.
+"""
 
 import json
+import os
 import re
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +35,9 @@ CONFIG: dict[str, Any] = {
         {"name": "carol", "key_hashes": [key_hash("rdx-carol")]},
     ],
 }
+NUM_PROMPTS = 20
+NUM_AT_ONCE = 5
+"""Prompts that are asked right after a kill, whether the next manager is there or not."""
 BOB = {"name": "bob", "key_hashes": [key_hash("rdx-bob")], "cache_min": 0.1}
 
 
@@ -201,18 +209,67 @@ def test_explain_names_an_answer_that_may_have_reasoned_as_the_place_of_a_miss(l
 def test_bad_configurations_change_nothing(live: Live) -> None:
     assert live.deploy(CONFIG).returncode == 0
     before, settings = live.parts(), live.settings()
-    refused = live.deploy_by_command(changed(ingress={"max_queued_requests": 0}))
-    assert refused.returncode == 2 and "ingress.max_queued_requests: " in refused.stderr, refused
+    refused = live.deploy(changed(ingress={"max_queued_requests": 0}))
+    assert refused.returncode == 2 and "ingress.max_queued_requests" in refused.stderr, refused
     for wrong, words in (
         (changed(model={"source": "/nowhere"}), "there is no model at /nowhere"),
         (changed(cache={"segment_gib": 10_000.0}), "the object store of a node of the cluster has "),
     ):
         lacks = live.deploy(wrong)
         assert lacks.returncode == 2 and words in lacks.stderr, lacks
-    dry = live.deploy_by_command(changed(ingress={"max_queued_requests": 9}), "--dry-run")
+    dry = live.deploy(changed(ingress={"max_queued_requests": 9}), is_dry_run=True)
     assert dry.returncode == 0 and "40 -> 9" in dry.stdout
     assert live.deploy(CONFIG).stdout.startswith("restarts: nothing\n")
     assert live.parts() == before and live.settings() == settings
 
-    unknown = live.deploy_by_command(CONFIG, "--address", "127.0.0.1:9")
-    assert unknown.returncode == 2 and "there is no Ray cluster at 127.0.0.1:9" in unknown.stderr
+
+def test_the_manager_is_replaced_under_a_stream(live: Live, tmp_path: Path) -> None:
+    """By another one, as an upgrade does: nothing breaks, and what was cached is hit."""
+    live.deploy(CONFIG)
+    prompt = random_prompt(50, 320)
+    live.server.complete(prompt, max_tokens=1)
+    expected = [token_id for token_ids in streamed(live.server) for token_id in token_ids]
+    before = live.parts()
+
+    with paced(live.server, tmp_path / "gate", PACE_S):
+        work = Background(live.server)
+        eventually(lambda: work.token_ids, "the stream begins")
+        done = live.deploy(changed(cache={"transcript_mib": 17}))
+        num_streamed = len(work.token_ids)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "restarts: kv_cache_manager" in done.stdout, done.stdout
+    assert num_streamed < STREAM_TOKENS, "the stream goes on meanwhile"
+    assert {*work.stop_asking()} == {200}
+    assert work.result() == expected and len(expected) == STREAM_TOKENS
+
+    eventually(lambda: len(live.parts()) == len(before), "the old manager's host is gone")
+    replaced = {part for pid, part in before.items() - live.parts().items()}
+    assert replaced == {"KVCacheManager", "ServeReplica:raydix:kv_cache_manager"}
+    [took_over] = live.events("took_over")
+    assert took_over["segments"] > 0, took_over
+    print(took_over)
+    assert not live.events("failover")
+    assert cached(live.server.complete(prompt, max_tokens=1)) >= 304
+
+
+def test_hits_from_pools_return_after_the_manager_is_killed(live: Live) -> None:
+    """Each prompt is asked once after the kill: one that missed is cached again."""
+    prompts = [random_prompt(100 + number, 320) for number in range(NUM_PROMPTS)]
+    for prompt in prompts:
+        live.server.complete(prompt, max_tokens=1)
+    eventually(live.standbys, "the manager has a standby")
+    known = num_cached_blocks(live)
+    [pid] = [pid for pid, part in live.parts().items() if part == "KVCacheManager"]
+    os.kill(pid, signal.SIGKILL)
+    since = time.monotonic()
+    hits = [cached(live.server.complete(prompt, max_tokens=1)) for prompt in prompts[:NUM_AT_ONCE]]
+    eventually(lambda: live.num_workers() == 2 and num_cached_blocks(live) >= known, "the next manager knows all")
+    print(f"{sum(hit >= 304 for hit in hits)} of {NUM_AT_ONCE} hit; all known after {time.monotonic() - since:.2f} s")
+    for prompt in prompts[NUM_AT_ONCE:]:
+        assert cached(live.server.complete(prompt, max_tokens=1)) >= 304
+
+
+def num_cached_blocks(live: Live) -> int:
+    """Blocks in the pools of all workers, as far as the manager knows."""
+    status, _, data = live.server.request("GET", "/v1/cache")
+    return sum(worker["cached_blocks"] for worker in json.loads(data)["workers"]) if status == 200 else 0

@@ -86,20 +86,21 @@ def test_the_story_of_a_killed_worker(server: Server, tmp_path: Path) -> None:
     assert {"time", "level", "process", "pid", "node", "logger", "event", "message"} <= ended.keys()
 
 
-def test_every_request_leaves_one_line(server: Server) -> None:
+def test_every_request_leaves_one_line(server: Server, tmp_path: Path) -> None:
     since = time.time()
     names = [f"logged-{number}" for number in range(3)]
     for name in names:
         body = {"model": MODEL, "prompt": "Hello", "max_tokens": 2, "stream": name == names[1]}
         assert post(server, body, {"x-request-id": name}) == 200
-    left = server.stream("Hello", max_tokens=2000)
-    next(left)
-    left.close()
 
     def lines() -> list[Record]:
         return [record for record in records(since) if record.get("event") == "request"]
 
-    eventually(lambda: len(lines()) == 4, "four requests have ended")
+    with paced(server, tmp_path / "gate"):
+        left = server.stream("Hello", max_tokens=2000)
+        next(left)
+        left.close()
+        eventually(lambda: len(lines()) == 4, "four requests have ended")
     assert [record["request"] for record in lines()[:3]] == names
     assert lines()[3]["outcome"] == "aborted"
 

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API as its official client sees it, whole and streamed, on one prefill and one decode worker.
+"""Anthropic's Messages API as its official client sees it, whole and streamed.
 
 The client has no `temperature`: the field goes into `extra_body`.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.integration.conftest import MODEL, WAIT_S, Server
+from tests.integration.conftest import LOCAL_MODEL_LEN, MODEL, WAIT_S, Server
 
 SYSTEM = "You are a helpful guide to the rivers of Europe. " * 12
 QUESTION: Any = [{"role": "user", "content": "Name three rivers of Europe."}]
@@ -18,8 +18,8 @@ GREEDY = {"temperature": 0}
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=WAIT_S) as client:
+def client(one_process: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=one_process.url, api_key="none", max_retries=0, timeout=WAIT_S) as client:
         yield client
 
 
@@ -49,9 +49,9 @@ def length_of_prompt(usage: Any) -> int:
     return length
 
 
-def test_a_message_has_the_text_of_a_chat(client: anthropic.Anthropic, server: Server) -> None:
+def test_a_message_has_the_text_of_a_chat(client: anthropic.Anthropic, one_process: Server) -> None:
     message = ask(client, max_tokens=32, system="Be brief.")
-    expected = chat(server, [{"role": "system", "content": "Be brief."}, *QUESTION], max_tokens=32)
+    expected = chat(one_process, [{"role": "system", "content": "Be brief."}, *QUESTION], max_tokens=32)
     assert text_of(message) == expected["choices"][0]["message"]["content"]
     assert length_of_prompt(message.usage) == expected["usage"]["prompt_tokens"]
     assert message.usage.output_tokens == expected["usage"]["completion_tokens"]
@@ -84,9 +84,9 @@ def test_a_stop_sequence(client: anthropic.Anthropic) -> None:
     assert word not in text_of(message)
 
 
-def test_an_answer_that_is_begun_is_gone_on_with(client: anthropic.Anthropic, server: Server) -> None:
+def test_an_answer_that_is_begun_is_gone_on_with(client: anthropic.Anthropic, one_process: Server) -> None:
     begun = [*QUESTION, {"role": "assistant", "content": "The three rivers are the Rhine,"}]
-    expected = chat(server, begun, max_tokens=8, continue_final_message=True, add_generation_prompt=False)
+    expected = chat(one_process, begun, max_tokens=8, continue_final_message=True, add_generation_prompt=False)
     assert text_of(ask(client, max_tokens=8, messages=begun)) == expected["choices"][0]["message"]["content"]
 
 
@@ -95,8 +95,8 @@ def test_a_count_is_the_length_of_the_prompt(client: anthropic.Anthropic) -> Non
     assert count.input_tokens == length_of_prompt(ask(client, system=SYSTEM, max_tokens=1).usage)
 
 
-def test_marks_show_in_the_usage(client: anthropic.Anthropic, server: Server) -> None:
-    assert server.request("POST", "/v1/cache/reset")[0] == 200
+def test_marks_show_in_the_usage(client: anthropic.Anthropic, one_process: Server) -> None:
+    assert one_process.request("POST", "/v1/cache/reset")[0] == 200
     system = [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
     questions = ("Name a river.", "What is a lake?")
     first, second = (
@@ -115,10 +115,10 @@ def test_nothing_is_generated_for_a_limit_of_zero(client: anthropic.Anthropic) -
 
 
 def test_a_limit_beyond_the_context(client: anthropic.Anthropic) -> None:
-    long = [{"role": "user", "content": "word " * 3900}]
+    long = [{"role": "user", "content": "word " * (LOCAL_MODEL_LEN - 150)}]
     message = ask(client, max_tokens=32_000, messages=long, extra_body={**GREEDY, "ignore_eos": True})
     assert message.stop_reason == "model_context_window_exceeded"
-    assert length_of_prompt(message.usage) + message.usage.output_tokens == 4096
+    assert length_of_prompt(message.usage) + message.usage.output_tokens == LOCAL_MODEL_LEN
 
 
 def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
@@ -133,12 +133,12 @@ def test_a_model_without_reasoning_keeps_any_limit_of_it(client: anthropic.Anthr
     assert [block.type for block in message.content] == ["text"]
 
 
-def test_replies_say_how_many_more_requests_there_may_be(client: anthropic.Anthropic, server: Server) -> None:
+def test_replies_say_how_many_more_requests_there_may_be(client: anthropic.Anthropic, one_process: Server) -> None:
     create: Any = client.messages.with_raw_response.create
     reply = create(model=MODEL, max_tokens=8, messages=QUESTION, extra_body=GREEDY)
     limit, remaining = (int(reply.headers[f"anthropic-ratelimit-requests-{name}"]) for name in ("limit", "remaining"))
     assert 0 < remaining <= limit
-    status, headers, _ = server.request("POST", "/v1/chat/completions", {"messages": QUESTION, "max_tokens": 8})
+    status, headers, _ = one_process.request("POST", "/v1/chat/completions", {"messages": QUESTION, "max_tokens": 8})
     names = {name.lower() for name in headers}
     assert status == 200 and "x-ratelimit-remaining-requests" in names
     assert not [name for name in names if name.startswith("anthropic")]

@@ -6,6 +6,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +16,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from raydix.engine.core.manager.explain import HITS, BlockSource
 from raydix.engine.core.types import DraftSource, EvictionReason
+from tests.integration.cluster import paced
 from tests.integration.conftest import MODEL, NUM_BLOCKS, WAIT_S, Server, eventually, random_prompt
+from tests.integration.thin_model import NUM_LAYERS
 
 PROMPT_TOKENS = 500
 HIT_TOKENS = PROMPT_TOKENS // 16 * 16
 ANSWER_TOKENS = 20
 PAUSE_S = 0.5
 """Between two scrapes, each of which is some work. Ray gathers metrics every four seconds (`cluster.METRICS_MS`)."""
+
+PACE_S = 0.1
+"""Least time of a step: the stream outlasts some gatherings of metrics."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +102,16 @@ def test_counters_are_there_before_their_first_event(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_requests_are_measured(server: Server) -> None:
+def test_requests_are_measured(server: Server, tmp_path: Path) -> None:
+    """Beside a stream that goes on until its client leaves."""
+    with paced(server, tmp_path / "gate", PACE_S):
+        check_measures(server)
+
+
+def check_measures(server: Server) -> None:
     prefill, decode = (server.workers()[role]["worker_id"] for role in ("prefill", "decode"))
     before, since = seen(Scrape.now, "the port is open"), time.monotonic()
-    running = server.stream(random_prompt(80, 300), max_tokens=3000, speculation=False)  # It must not end by itself.
+    running = server.stream(random_prompt(80, 300), max_tokens=3000, speculation=False)
     next(running)
     body: dict[str, Any] = {
         "model": MODEL,
@@ -174,5 +186,5 @@ def at_rest(before: Scrape, decode: str) -> Scrape | None:
 
 
 def kv_bytes_per_token() -> int:
-    """Of SmolLM2-135M in bfloat16: keys and values of 30 layers with 3 heads of 64."""
-    return 2 * 30 * 3 * 64 * 2
+    """In bfloat16: keys and values of all layers with 3 heads of 64."""
+    return 2 * NUM_LAYERS * 3 * 64 * 2

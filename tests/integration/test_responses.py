@@ -1,4 +1,4 @@
-"""OpenAI's Responses API as its official client sees it, on one prefill and one decode worker."""
+"""OpenAI's Responses API as its official client sees it."""
 
 import json
 from collections.abc import Iterator
@@ -14,9 +14,13 @@ from tests.integration.test_transcripts import TURN, full_blocks
 QUESTION = "Name three rivers of Europe."
 
 
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
+def client(one_process: Server) -> Iterator[openai.OpenAI]:
+    with client_of(one_process) as client:
         yield client
 
 
@@ -56,7 +60,7 @@ def test_a_stream_is_the_same_response(client: openai.OpenAI) -> None:
     assert client.responses.retrieve(final.id).output_text == whole.output_text
 
 
-def test_a_conversation_goes_on_from_its_ids_and_hits_all_of_them(client: openai.OpenAI, server: Server) -> None:
+def test_a_conversation_goes_on_from_its_ids_and_hits_all_of_them(client: openai.OpenAI, one_process: Server) -> None:
     """Letter by letter, as no text is tokenized: going on from the text would be another prompt."""
     letters = {name: value for name, value in spelled().items() if name in ("logit_bias", "seed")}
     fields: Any = {"temperature": 1, "max_output_tokens": 45, "extra_body": letters}
@@ -69,7 +73,7 @@ def test_a_conversation_goes_on_from_its_ids_and_hits_all_of_them(client: openai
         assert now.usage.input_tokens_details.cached_tokens == full_blocks(before.usage.total_tokens - 1)
         before, previous = now, before
 
-    assert server.request("POST", "/v1/cache/reset")[0] == 200
+    assert one_process.request("POST", "/v1/cache/reset")[0] == 200
     again = ask(client, "And again, please.", previous_response_id=previous.id, **fields)
     assert again.output_text == before.output_text, "the ids are kept, whatever the cache holds"
 
@@ -95,24 +99,27 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert [each.logprob for each in got] == [each.logprob for each in expected.choices[0].logprobs.content]
 
 
-def test_ids_of_every_api_are_explained(client: openai.OpenAI, server: Server) -> None:
+def test_ids_of_every_api_are_explained(server: Server) -> None:
     """Serve names each request in a header, so a response's id is another name."""
     messages = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": QUESTION}]}
     message = json.loads(server.request("POST", "/v1/messages", messages)[2])
-    chatted = chat(client, [{"role": "user", "content": QUESTION}], max_tokens=2)
-    for name in (ask(client, QUESTION, max_output_tokens=2).id, message["id"], chatted.id):
+    with client_of(server) as client:
+        chatted = chat(client, [{"role": "user", "content": QUESTION}], max_tokens=2)
+        response = ask(client, QUESTION, max_output_tokens=2)
+    for name in (response.id, message["id"], chatted.id):
         status, _, data = server.request("GET", f"/v1/requests/{name}/explain")
         assert status == 200, data
         assert json.loads(data)["id"] == name and json.loads(data)["choices"]
 
 
-def test_stored_responses_go_with_the_manager(client: openai.OpenAI, server: Server) -> None:
-    response = ask(client, QUESTION)
-    server.kill(server.manager())
-    eventually(lambda: server.request("GET", "/v1/cache")[0] == 200, "a new manager")
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(response.id)
-    assert ask(client, QUESTION).output_text == response.output_text
+def test_stored_responses_go_with_the_manager(server: Server) -> None:
+    with client_of(server) as client:
+        response = ask(client, QUESTION)
+        server.kill(server.manager())
+        eventually(lambda: server.request("GET", "/v1/cache")[0] == 200, "a new manager")
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(response.id)
+        assert ask(client, QUESTION).output_text == response.output_text
 
 
 def test_a_response_in_the_background(client: openai.OpenAI) -> None:

@@ -3,12 +3,14 @@
 import http.client
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from tests.integration.cluster import paced
 from tests.integration.conftest import MODEL, ORIGIN, WAIT_S, Server, eventually, random_prompt
 from tests.integration.test_metrics import COUNTERS
 
@@ -60,14 +62,28 @@ def test_a_text_s_tokens_lead_back_to_it(server: Server, num_words: int) -> None
     assert ask(server, "POST", "/detokenize", {"tokens": counted["tokens"]}) == {"prompt": text}
 
 
-def test_what_balancers_and_operators_ask(server: Server) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_answer_names_its_request_in_a_header(server: Server, stream: bool) -> None:
+    body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 2, "stream": stream}
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=WAIT_S)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    response = connection.getresponse()
+    data = response.read()
+    connection.close()
+    [request_id] = response.headers.get_all("x-request-id") or []
+    assert f'"cmpl-{request_id}"'.encode() in data
+    assert response.headers["content-type"].startswith("text/event-stream" if stream else "application/json")
+
+
+def test_what_balancers_and_operators_ask(server: Server, tmp_path: Path) -> None:
     assert ask(server, "GET", "/ping") == ask(server, "POST", "/ping") == {"status": "ok"}
     assert eventually(lambda: ask(server, "GET", "/load") == {"server_load": 0}, "nothing is under way")
-    running = server.stream(random_prompt(90, 50), max_tokens=2000)
-    next(running)
-    assert ask(server, "GET", "/load") == {"server_load": 1}
-    running.close()
-    assert eventually(lambda: ask(server, "GET", "/load") == {"server_load": 0}, "the stream has gone")
+    with paced(server, tmp_path / "gate"):
+        running = server.stream(random_prompt(90, 50), max_tokens=2000)
+        next(running)
+        assert ask(server, "GET", "/load") == {"server_load": 1}
+        running.close()
+        assert eventually(lambda: ask(server, "GET", "/load") == {"server_load": 0}, "the stream has gone")
     info = ask(server, "GET", "/server_info")
     assert info["model"]["id"] == MODEL and info["raydix_config"]["workers"]["prefill"]["replicas"] >= 1
 

@@ -18,9 +18,13 @@ MESSAGES: Any = [{"role": "user", "content": "What time is it in UTC? Call the c
 CALLED = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
 
 
-@pytest.fixture
-def client(server: Server) -> OpenAI:
+def client_of(server: Server) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key=server.api_key, max_retries=0)
+
+
+@pytest.fixture
+def client(one_process: Server) -> OpenAI:
+    return client_of(one_process)
 
 
 def ask(client: OpenAI, messages: Any = MESSAGES, **fields: Any) -> Any:
@@ -105,8 +109,9 @@ def test_prescribed_calls_follow_their_schema(client: OpenAI, choice: Any, strea
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_answers_with_tools_have_the_same_bits_cold_warm_and_among_others(client: OpenAI, choice: str) -> None:
+def test_answers_with_tools_have_the_same_bits_cold_warm_and_among_others(server: Server, choice: str) -> None:
     """Token ids and log-probabilities; the others decode beside it, under grammars and without."""
+    client = client_of(server)
 
     def answered(number: int, salt: str) -> tuple[object, ...]:
         fields: dict[str, Any] = {
@@ -136,10 +141,12 @@ def test_answers_with_tools_have_the_same_bits_cold_warm_and_among_others(client
     assert cold == warm == {number: among[number] for number in cold}
 
 
-def test_a_call_goes_on_after_the_death_of_the_decode_worker(server: Server, client: OpenAI, tmp_path: Path) -> None:
+def test_a_call_goes_on_after_the_death_of_the_decode_worker(server: Server, tmp_path: Path) -> None:
+    client = client_of(server)
     number = {"type": "integer", "minimum": 100_000, "maximum": 999_999}
     numbers = {"type": "array", "items": number, "minItems": 12, "maxItems": 12}
-    parameters = {"type": "object", "properties": {"numbers": numbers}, "required": ["numbers"]}
+    fields_of = {"properties": {"numbers": numbers}, "required": ["numbers"], "additionalProperties": False}
+    parameters = {"type": "object", **fields_of}
     tools: Any = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
     fields: dict[str, Any] = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
     fields |= {"temperature": 1, "seed": 9, "max_tokens": 300}

@@ -1,7 +1,8 @@
-"""A request whose computing ends its worker's process: two workers are lost to it, no third one, and others go on."""
+"""Ten streams on three workers, of which two die of a request, no third one does, and one leaves in the end."""
 
 import ctypes
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,17 +21,23 @@ PACE_S = 0.4
 """Least time of a step while workers die: the other streams outlast that."""
 FATAL = 300
 """The first token of the prompt under which workers die."""
-CONFIG: dict[str, Any] = {
-    "model": {"max_model_len": 4096},
-    "cache": {"num_blocks": 800, "segment_gib": 0.25, "swap_gib": 0.05},
-    "workers": {"mixed": {"replicas": NUM_WORKERS, "token_budget": 256, "max_requests": 32}},
-    "speculation": {"mode": "off"},  # one token per step, as the pace is one of steps
-}
+BLOCK = 16
+LEAVING_PACE_S = 1.0
+"""Least time of a step while a worker leaves: the streams outlast that."""
+
+
+def config(num_workers: int) -> dict[str, Any]:
+    return {
+        "model": {"max_model_len": 4096},
+        "cache": {"num_blocks": 2400, "segment_gib": 0.5, "swap_gib": 0.05},
+        "workers": {"mixed": {"replicas": num_workers, "token_budget": 256, "max_requests": 32}},
+        "speculation": {"mode": "off"},  # one token per step, as the pace is one of steps
+    }
 
 
 @pytest.fixture(scope="module")
 def live(cluster: Cluster) -> Live:
-    running = cluster.serve(CONFIG)
+    running = cluster.serve(config(NUM_WORKERS))
     eventually(lambda: running.num_workers() == NUM_WORKERS, "all workers")
     return running
 
@@ -56,7 +63,7 @@ def arm(server: Server) -> None:
 def epochs(server: Server) -> dict[str, int]:
     """The incarnation of each worker, once all workers are there."""
     statistics = eventually(
-        lambda: found if len(found := server.all_workers()) == NUM_WORKERS else None, "all workers are back", 180
+        lambda: found if len(found := server.all_workers()) == NUM_WORKERS else None, "all workers are back"
     )
     return {each["worker_id"]: each["epoch"] for each in statistics}
 
@@ -106,3 +113,41 @@ def test_a_request_that_kills_its_workers_is_refused_after_the_second(
     assert before.keys() == after.keys()
     assert len([name for name in before if after[name] > before[name]]) == 2, "two workers died and are back"
     assert len([name for name in before if after[name] == before[name]]) == 1, "no third worker is hit"
+
+
+def hit_rate(live: Live, load: Load, salt: str) -> float:
+    """Share of the prompts' full blocks that are found when everything is asked again."""
+    answers = [live.server.complete(prompt, max_tokens=1, cache_salt=salt) for prompt in load.prompts]
+    cached = sum(answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers)
+    return float(cached / sum((len(prompt) - 1) // BLOCK * BLOCK for prompt in load.prompts))
+
+
+def test_a_worker_leaves_under_load(live: Live, tmp_path: Path) -> None:
+    """The last test of this application: fewer workers, and nothing fails over."""
+    eventually(lambda: live.num_workers() == NUM_WORKERS, "all workers")
+    num_failovers = len(live.events("failover"))
+    prompts = [random_prompt(7000 + index, 200 + 35 * index) for index in range(NUM_STREAMS)]
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        fields: dict[str, Any] = {"max_tokens": NUM_TOKENS, "cache_salt": "before"}
+        answers = list(pool.map(lambda each: live.server.complete(each, **fields), prompts))
+    load = Load(prompts, [answer["choices"][0]["token_ids"] for answer in answers])
+    before = hit_rate(live, load, "before")
+    assert before > 0.9
+
+    streams = Streams(live.server, load, "leaving")
+    with paced(live.server, tmp_path / "gate", LEAVING_PACE_S):
+        streams.start()
+        streams.wait_for_tokens(8, NUM_STREAMS)
+        since = time.monotonic()
+        done = live.deploy(config(NUM_WORKERS - 1))
+        eventually(lambda: live.events("moved"), "requests move")
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcome = Outcome("worker", "decode", "leaves")
+    streams.finish(outcome, since)
+    assert (outcome.identical, outcome.broken) == (NUM_STREAMS, 0), outcome.errors
+    print(f"longest pause {outcome.longest_pause_s:.2f} s, {len(live.events('moved'))} requests moved")
+    assert len(live.events("failover")) == num_failovers
+
+    eventually(lambda: live.num_workers() == NUM_WORKERS - 1, "one worker less")
+    assert hit_rate(live, load, "before") >= before - 0.1
+    assert hit_rate(live, load, "leaving") >= before - 0.1
