@@ -29,7 +29,6 @@ from raydix.actors.ingress.routes import (
     message_batches,
     operation,
     page,
-    tokens,
 )
 from raydix.actors.ingress.routes.replica import Endpoint, Replica, path_of, replica, route_of
 from raydix.actors.ingress.telemetry import Telemetry, Traced
@@ -77,7 +76,7 @@ def _checked(declared: Route, endpoint: Endpoint) -> Callable[[Request], Awaitab
 def application(of: Replica) -> Starlette:
     endpoints = {
         route: endpoint
-        for each in (answers, conversations, tokens, operation, batches, message_batches, description, page)
+        for each in (answers, conversations, operation, batches, message_batches, description, page)
         for route, endpoint in each.ENDPOINTS.items()
     }
 

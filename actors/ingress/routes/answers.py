@@ -1,4 +1,4 @@
-"""Routes of answers, of what is kept of them, of the model and of the cache."""
+"""Routes of answers, of what is kept of them, of tokens, of the model and of the cache."""
 
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -40,6 +40,7 @@ from raydix.engine.api.route import Route
 from raydix.engine.core.errors import RequestError
 from raydix.engine.serving.job import Job
 from raydix.engine.serving.preparation import RequestHeaders
+from raydix.engine.serving.reader_work import TokenRoute
 from raydix.engine.serving.rendering import Body
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -284,12 +285,34 @@ async def _begun_anew(request: Request, job: Job, headers: RequestHeaders) -> Jo
     return jobs[-1]
 
 
+async def tokenize(request: Request) -> Response:
+    return await _tokenized("tokenize", request)
+
+
+async def detokenize(request: Request) -> Response:
+    return await _tokenized("detokenize", request)
+
+
+async def tokenizer_info(request: Request) -> Response:
+    return json_response(replica(request).frontend.tokenization.describe())
+
+
+async def _tokenized(route: TokenRoute, request: Request) -> Response:
+    ingress = replica(request)
+    body = await ingress.body_of(request)
+    work = ingress.frontend.tokenization.answer(route, body, request.state.tenant)
+    return json_response(await while_connected(request, work))
+
+
 ENDPOINTS: Mapping[Route, Endpoint] = {
     **{route: answer for route in routes.ROUTES if route.is_answer},
     routes.CONVERSATIONS: conversations,
     routes.COUNT_TOKENS: count_tokens,
     routes.INPUT_TOKENS: input_tokens,
     routes.COMPACT: compact,
+    routes.TOKENIZE: tokenize,
+    routes.DETOKENIZE: detokenize,
+    routes.TOKENIZER_INFO: tokenizer_info,
     routes.RESPONSE: response,
     routes.INPUT_ITEMS: input_items,
     routes.DELETE_RESPONSE: delete_response,
