@@ -13,6 +13,7 @@ from raydix.actors.names import incarnation_name
 from raydix.engine.core.manager.block_index import BlockRecord
 from raydix.engine.core.manager.matching import with_states
 from raydix.engine.core.types import Role
+from raydix.engine.core.worker.swaps import SwapPolicy
 from tests.unit.local_actors import answer_of, make_dispatcher, make_recurrent_engine
 from tests.unit.test_data_plane import NUM_TOKENS, Scene, expected
 from tests.unit.waits import until
@@ -102,6 +103,29 @@ def test_a_worker_that_leaves_gives_its_states_away(scene: Scene) -> None:
         [decision] = manager._directory.decisions.of("second")["second"]
         assert decision.prefill == other and decision.runs == (("store", 14), ("no_state", 1))
         assert scene.workers[other]._measurements.num_prefill_tokens == 4
+
+    scene.run(play())
+
+
+def test_preempted_requests_go_on_from_their_swapped_state(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwapPolicy, "pays", lambda *_: True)
+
+    async def play() -> None:
+        manager = await scene.local.start_manager()
+        worker = await scene.local.start_worker(Role.MIXED, "m", num_blocks=32, swap_bytes=1 << 20)
+        scene.workers["m"] = worker
+        await until(lambda: scene.num_registered(manager) == 1)
+        dispatcher = make_dispatcher(scene.local)
+        dispatcher.start()
+        # All are there before the second step, so that the pool is too small for them whatever the machine's speed.
+        scene.hold.after(worker, 0)
+        prompts = {f"r{number}": (number, *LONG[:23]) for number in range(6)}
+        answers = [asyncio.create_task(answer_of(dispatcher, *each, 40)) for each in prompts.items()]
+        await until(lambda: len(worker._tokens.attempts.under_way) == len(prompts))
+        scene.hold.end()
+        assert await asyncio.gather(*answers) == [expected(prompt, 40) for prompt in prompts.values()]
+        counts = worker._engine.preemptions
+        assert counts.num_swapped > 0 and counts.swapped_in_bytes > 0
 
     scene.run(play())
 
