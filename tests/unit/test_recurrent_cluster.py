@@ -90,6 +90,24 @@ def test_a_next_turn_goes_on_from_the_decode_worker_s_state(scene: Scene) -> Non
     scene.run(play())
 
 
+def test_a_prompt_is_a_hit_when_its_prefill_worker_is_gone(scene: Scene) -> None:
+    """The object store has the blocks, and the snapshot behind the last one that a prompt can go on from."""
+
+    async def play() -> None:
+        manager, dispatcher = await start(scene, {"p0": Role.PREFILL, "p1": Role.PREFILL, "d": Role.DECODE})
+        await ask(manager, dispatcher, "first", LONG)
+        [decision] = manager._directory.decisions.of("first")["first"]
+        await until(lambda: len(manager._directory.stock.segments) > 0)
+        scene.local.kill(f"{decision.prefill}:1")
+        await until(lambda: scene.num_registered(manager) == 2)
+        before = num_prefilled(scene)
+        await ask(manager, dispatcher, "second", LONG)
+        [decision] = manager._directory.decisions.of("second")["second"]
+        assert decision.runs[0] == ("store", 14) and num_prefilled(scene) - before == 60 - 56
+
+    scene.run(play())
+
+
 def test_a_worker_that_leaves_gives_its_states_away(scene: Scene) -> None:
     async def play() -> None:
         manager, dispatcher = await start(scene)

@@ -603,11 +603,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 tail = len(known.assignment.token_ids) % self.pool.block_size
                 assert export.handover.tail == (self._tail_hash(known) if tail else None)
                 if self.pool.states is not None:
-                    [(state, slot)] = export.states
                     full = known.chain.hashes(known.assignment.token_ids)
-                    assert state.path == tuple([*full, self._tail_hash(known)] if tail else full)
-                    assert state.name == state_hash(state.path[-1])
-                    assert self.model.states[slot] == self.contents[state.path[-1]][-1]
+                    assert export.states[-1][0].path == tuple([*full, self._tail_hash(known)] if tail else full)
+            for state, slot in export.states:
+                assert state.name == state_hash(state.path[-1])
+                assert self.model.states[slot] == self.contents[state.path[-1]][-1]
             # Before the next step, or requests that run would lack the slots.
             if export.states:
                 self._release(export)

@@ -8,7 +8,7 @@ import pytest
 
 from raydix.engine.core.hashing import state_hash
 from raydix.engine.core.settings import SchedulerLimits
-from raydix.engine.core.types import BlockHash, EvictionReason
+from raydix.engine.core.types import BlockHash, EvictionReason, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.states import States
 from raydix.engine.core.worker.transfers import MAX_STATES
@@ -39,7 +39,7 @@ class Node:
         return self.finish(prompt)
 
     def finish(self, prompt: Sequence[int] = PROMPT) -> int:
-        events = []
+        events: list[TokenEvent] = []
         while (result := self.engine.step(0.0)) is not None:
             events += result.events
         self.engine.scheduler.check_integrity()

@@ -112,15 +112,16 @@ class Contents:
         return first
 
     def export(self, request: Request, first_new: int, event: TokenEvent | None, now: float) -> list[ExportedBlocks]:
-        """Export the new full blocks of a prefill assignment, and at its end the partial block, the recurrent state
-        behind it, and the handover.
+        """Export the new full blocks and snapshots of a prefill assignment, and at its end the partial block, the
+        recurrent state behind it, and the handover.
 
         `first_new`: index of the first new block; `event`: the sampled token at the end of the prompt.
         """
         new = slice(first_new, request.num_sealed)
         hashes, blocks = request.hashes[new], request.blocks[new]
         handover = None
-        states: tuple[tuple[Snapshot, int], ...] = ()
+        # Of the blocks that are sent a later prompt goes on where a state is behind them.
+        states = self._snapshots_of(request)
         if event is not None and event.finish is None:
             assert event.token_id is not None
             num_prompt = len(request.token_ids) - 1
@@ -130,9 +131,12 @@ class Contents:
             handover = Handover(request.request_id, request.assignment.attempt, event.token_id, tail)
             if request.state is not None:
                 full = request.hashes[: num_prompt // self._pool.block_size]
-                states = _state_behind(tuple(full if tail is None else [*full, tail]), request.state)
+                path = tuple(full if tail is None else [*full, tail])
+                # At the end of a block it may be among the snapshots.
+                if all(state.path != path for state, _ in states):
+                    states.append((Snapshot(state_hash(path[-1]), path), request.state))
 
-        if not blocks and handover is None:
+        if not blocks and handover is None and not states:
             return []
         rest, marked = request.retention(now), request.marked(now)[first_new : request.num_sealed]
         # A segment is kept as a whole: the most generous of its blocks' hints counts.
@@ -151,11 +155,12 @@ class Contents:
                 blocks=tuple(blocks),
                 handover=handover,
                 retention=rest,
-                states=states,
+                states=tuple(states),
             )
         ]
 
-
-def _state_behind(path: tuple[BlockHash, ...], slot: int) -> tuple[tuple[Snapshot, int], ...]:
-    """The state of a slot as it is exported, named by the last block of its path."""
-    return ((Snapshot(state_hash(path[-1]), path), slot),)
+    def _snapshots_of(self, request: Request) -> list[tuple[Snapshot, int]]:
+        """The snapshots that a prefill has taken since its last export, each with its slot."""
+        names, request.snapshots = request.snapshots, []
+        found = [None if self._pool.states is None else self._pool.states.find(state_hash(name)) for name in names]
+        return [each for each in found if each is not None]

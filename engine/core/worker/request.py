@@ -96,6 +96,8 @@ class Request:
     """Number of blocks after which the prompt parts from what the pool had, if the last snapshot lies before."""
     rolling: BlockHash | None = None
     """The request's own last snapshot, if it stays only until the next one."""
+    snapshots: list[BlockHash] = field(default_factory=list)
+    """Blocks behind which the request has taken snapshots that stay, since the last export of a prefill."""
     suffixes: Suffixes | None = None
     """Earlier places of the last tokens, if drafts are made of these."""
     submitted_at: float = 0.0

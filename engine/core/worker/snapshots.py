@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from raydix.engine.core.types import BlockHash, EvictionReason
+from raydix.engine.core.types import BlockHash, EvictionReason, Stage
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.states import States
@@ -173,6 +173,8 @@ class Snapshots:
         request.rolling = None
         if stays:
             self._stays(name)
+            if is_new and request.assignment.stage is Stage.PREFILL:
+                request.snapshots.append(name)
         elif is_new:
             request.rolling = name
             self._rolling[name] = request

@@ -137,7 +137,8 @@ class Transfers:
         """Hold a slot for each state that is not here, as far as there are slots."""
         own, slots = self._pool.states, dict[Snapshot, int]()
         for state in states if own is not None else ():
-            if own is not None and not own.has(state.path[-1]) and (slot := own.allocate()) is not None:
+            is_new = own is not None and state not in slots and not own.has(state.path[-1])
+            if own is not None and is_new and (slot := own.allocate()) is not None:
                 slots[state] = slot
         return slots
 
