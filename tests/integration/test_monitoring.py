@@ -99,7 +99,8 @@ def prometheus(loaded: int, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         eventually(lambda: running.results("up == 1"), "the server is scraped", 0.5)
         yield running
     finally:
-        running.end()
+        running.process.kill()
+        running.process.wait()
 
 
 @pytest.mark.slow
