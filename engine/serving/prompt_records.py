@@ -12,7 +12,16 @@ import orjson
 
 from raydix.engine.api.responses import Json, name_in
 from raydix.engine.api.spec import ChatMessage, GenerationSpec
-from raydix.engine.core.divergence import Divergence, PartKind, PromptPart, PromptRecord, Reason, divergence, num_common
+from raydix.engine.core.divergence import (
+    Divergence,
+    PartKind,
+    PromptPart,
+    PromptRecord,
+    Reason,
+    divergence,
+    num_common,
+    num_lost,
+)
 from raydix.engine.core.doctor import Miss, Prompt, report
 from raydix.engine.core.shares import Shares
 from raydix.engine.core.tenants import Tenant
@@ -193,19 +202,25 @@ class PromptRecords:
 
     def _before(self, kept: _Kept, earlier: Iterable[_Kept]) -> Diagnosis | None:
         """The prompt of an answer beside the one of `earlier` (of the same tenant, the latest first) that it shares
-        most KV with: before all one of the same salt, of equal ones that of its session, and the latest. None for a
-        first prompt."""
+        most KV with: before all one of the same salt, of equal ones that of its session, and the latest. Without KV to
+        share, such as with the time in a prompt's first words, the one that it begins most like, if it is that prompt
+        again behind the parting. None for a first prompt."""
         best: tuple[bool, int, bool] | None = None
         found: _Kept | None = None
+        nearest, most = None, -1
         for other in earlier:
             is_same_salt = other.record.salt == kept.record.salt
             if best is not None and best[0] > is_same_salt:
                 continue
             common = num_common(other.record.token_ids, kept.record.token_ids)
+            if is_same_salt and common > most:
+                nearest, most = other, common
             is_session = kept.session is not None and other.session == kept.session
             is_related = is_session or common >= kept.record.block_size
             if is_related and (best is None or (is_same_salt, common, is_session) > best):
                 best, found = (is_same_salt, common, is_session), other
+        if found is None and nearest is not None and num_lost(nearest.record, kept.record, most):
+            found = nearest
         return (
             None if found is None else Diagnosis(found.name, found.record, kept.record, self._text_of, is_named=False)
         )

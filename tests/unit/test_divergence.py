@@ -473,6 +473,25 @@ def test_explain_compares_with_a_prompt_of_the_same_salt() -> None:
     assert isinstance(prefix, dict) and prefix["previous"] == "own"
 
 
+def test_explain_names_the_time_in_the_first_words_of_a_prompt() -> None:
+    """It leaves no block to share; the rest of the prompt is that of the one before all the same."""
+    text = " ".join(random.Random(3).choices(WORDS, k=120))
+    records = PromptRecords(text_of)
+
+    def add(name: str, system: str, salt: bytes = b"") -> None:
+        records.add(name, "a", None, record({"system": system, "messages": [{"role": "user", "content": "hi"}]}, salt))
+
+    add("salted", f"It is 14:11. {text}", b"another")
+    add("elsewhere", "Nothing of this is in the prompts behind it, which begin in another way.")
+    add("before", f"It is 14:10. {text}")
+    add("unlike", f"Answer in French. {VERBS} " * 9)
+    add("now", f"It is 14:12. {text}")
+    prefix = asyncio.run(records.explained("now", Tenant("a"), []))["prefix"]
+    assert isinstance(prefix, dict) and (prefix["previous"], prefix["reason"]) == ("before", "volatile")
+    assert prefix["token_index"] < BLOCK
+    assert asyncio.run(records.explained("unlike", Tenant("a"), []))["prefix"] is None
+
+
 class Gated(array):  # type: ignore[type-arg]
     """Token ids whose comparison waits for a gate."""
 

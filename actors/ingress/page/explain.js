@@ -274,6 +274,7 @@ export function sums(attempt) {
 /** What the cache gave a request, in a sentence. @param {Attempt} attempt */
 export function saved(attempt) {
   const hits = attempt.blocks.filter((/** @type {Run} */ run) => run.hit).reduce((/** @type {number} */ sum, /** @type {Run} */ run) => sum + run.count, 0);
+  if (attempt.actual_ttft_s === null) return hits === 0 ? "Nothing of the prompt is cached, and no token has come yet." : `${several(hits, "block")} of the prompt are cached, and no token has come yet.`;
   if (hits === 0) return `Nothing was cached: the whole prompt was computed, in ${time(attempt.actual_ttft_s)} to the first token.`;
   const tokens = Math.min(hits * attempt.block_size, attempt.prompt_tokens);
   return `${percent(tokens / attempt.prompt_tokens)} of the prompt came from the cache; computing all of it was predicted to take ${time(attempt.uncached_s)}, and the first token came after ${time(attempt.actual_ttft_s)}.`;
