@@ -26,19 +26,26 @@ SYSTEM = (
 QUESTIONS = ("When are you open on Saturday?", "How long may I keep a film?", "What does it cost to be late?")
 
 
+async def ask(client: aiohttp.ClientSession, system: str, question: str) -> None:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    body = {"messages": messages, "max_tokens": 40, "temperature": 0}
+    async with client.post("/v1/chat/completions", json=body) as response:
+        response.raise_for_status()
+
+
 async def traffic(url: str) -> None:
     """Requests of three applications, two at a time."""
     systems = (SYSTEM, "Translate into French: ", "You write commit messages of one line for the change that you get. ")
     async with aiohttp.ClientSession(url) as client:
-
-        async def ask(system: str, question: str) -> None:
-            messages = [{"role": "system", "content": system * 3}, {"role": "user", "content": question}]
-            body = {"messages": messages, "max_tokens": 40, "temperature": 0}
-            async with client.post("/v1/chat/completions", json=body) as response:
-                response.raise_for_status()
-
         for question in QUESTIONS:
-            await asyncio.gather(*(ask(system, question) for system in systems))
+            await asyncio.gather(*(ask(client, system * 3, question) for system in systems))
+
+
+async def dated_traffic(url: str) -> None:
+    """Requests of an application that puts the time before everything else, which costs it its hits."""
+    async with aiohttp.ClientSession(url) as client:
+        for minute, question in enumerate(QUESTIONS):
+            await ask(client, f"It is 14:{10 + minute} on Saturday, 28 November 2026. {SYSTEM}", question)
 
 
 async def chat(page: Page) -> None:
@@ -64,11 +71,13 @@ async def pictures(url: str) -> None:
         await chat(page)
         await page.picture(FOLDER / "page_chat.png")
         await traffic(url)
+        await dated_traffic(url)
         load: list[asyncio.Task[Any]] = [asyncio.create_task(traffic(url))]
         for view, height, shown in (
             ("cluster", 320, "document.querySelectorAll('.card').length >= 3"),
             ("requests", 640, "document.querySelectorAll('.requests tbody tr').length > 3"),
             ("prefixes", 560, "document.querySelectorAll('.cell').length > 2"),
+            ("doctor", 380, "document.querySelectorAll('.finding mark').length >= 2"),
             ("savings", 320, "document.querySelectorAll('.tile').length >= 3"),
         ):
             await page.resize(WIDTH, height)
