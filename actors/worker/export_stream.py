@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED_BYTES = 512 << 20
-"""Payloads that wait for a reader; the pool has the others."""
+MAX_QUEUED_BYTES = 512 << 20  # payloads that wait for a reader; the pool has the others
 
 
 class ExportStream:

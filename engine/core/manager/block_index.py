@@ -10,18 +10,15 @@ from typing import Generic, NamedTuple, TypeVar
 from raydix.engine.core.manager.cache_statistics import ROOM_REASONS, CacheStatistics
 from raydix.engine.core.types import BlockHash, EvictionReason, SegmentHeader
 
-MAX_REMEMBERED = 1 << 17
-"""Limit of the evicted blocks, and of the notes about blocks, remembered to explain misses."""
+MAX_REMEMBERED = 1 << 17  # limit of the evicted blocks, and of the notes about blocks, remembered to explain misses
 
 V = TypeVar("V")
 
+# Thresholds of the garbage collector in the manager's process: the index is millions of objects without cycles, and a
+# full collection, usual after a growth by a quarter, makes requests wait. Cycles, such as those of errors, die young.
 GC_THRESHOLDS = (10_000, 10, 10_000)
-"""Thresholds of the garbage collector in the manager's process: the index is millions of objects without cycles, and a
-full collection, usual after a growth by a quarter, makes requests wait. Cycles, such as those of errors, die young."""
-MAX_LOOKS = 1 << 12
-"""Times of evictions that are remembered."""
-EVENTS_CAPACITY = 1 << 16
-"""Limit of the events that a follower may be behind before it gets a snapshot."""
+MAX_LOOKS = 1 << 12  # times of evictions that are remembered
+EVENTS_CAPACITY = 1 << 16  # limit of the events that a follower may be behind before it gets a snapshot
 
 
 class BlockEvent(NamedTuple):
@@ -42,8 +39,8 @@ class Displacements:
         self.num = 0
         """Number of the latest displaced block."""
         self._now = 0.0
+        # Number of the last block displaced before a look that found new ones, and the time of the look before.
         self._looks: deque[tuple[int, float]] = deque(maxlen=capacity)
-        """Number of the last block displaced before a look that found new ones, and the time of the look before."""
 
     def look(self, now: float) -> None:
         """It is `now`, in seconds since the epoch."""

@@ -64,8 +64,7 @@ PAUSED_WHY = (
     "the sessions under way need more blocks than the pools have, and this one waits for its turn; meanwhile nobody "
     "evicts the blocks of those whose turn it is."
 )
-IDLE = 0.1
-"""A worker counts as idle for a prompt if its queue takes at most this share of the prompt's own time."""
+IDLE = 0.1  # a worker counts as idle for a prompt if its queue takes at most this share of the prompt's own time
 
 
 class Directory:
@@ -102,8 +101,7 @@ class Directory:
             keeps_segments=keeps_segments,
             node=node,
         )
-        self._reservations: dict[str, Reservation] = {}
-        """The admitted requests by id, in order of admission."""
+        self._reservations: dict[str, Reservation] = {}  # the admitted requests by id, in order of admission
         self.sessions = Sessions()
         self.turns = Turns(turns, weights_of(tenants))
         self._explanations = Explanations(

@@ -22,9 +22,8 @@ from raydix.engine.core.manager.instructions import DiskInstruction, EraseFile, 
 from raydix.engine.core.tenants import Tenant, quotas
 from raydix.engine.core.types import BlockHash, CacheHints, EvictionReason, Retention, SegmentHeader
 
+# Limit of segments being written, which cannot leave the object store; when the disk falls behind, others stay off it.
 MAX_WRITING_BYTES = 256 << 20
-"""Limit of segments being written, which cannot leave the object store; when the disk falls behind, others stay off
-it."""
 NO_MARKS: Mapping[int, Retention] = MappingProxyType({})
 
 
@@ -34,8 +33,7 @@ class SegmentFileList:
     def __init__(self) -> None:
         self.num_bytes = 0
         """Bytes of payloads."""
-        self._num_sharing: Counter[tuple[BlockHash, ...]] = Counter()
-        """Segments by file."""
+        self._num_sharing: Counter[tuple[BlockHash, ...]] = Counter()  # segments by file
 
     def add(self, file: SegmentHeader) -> None:
         self.num_bytes += file.num_bytes
@@ -84,19 +82,19 @@ class SegmentStore:
         self._kept_nodes = frozenset({node})
         self.disk_budget_bytes = disk_budget_bytes
         self._files = SegmentFileList()
+        # The header of each segment being written: its bytes on disk are reserved.
         self._writing: dict[int, SegmentHeader] = {}
-        """The header of each segment being written: its bytes on disk are reserved."""
         self._segments: dict[int, Segment] = {}
 
         self._tenants = tuple(tenants)
+        # The segments in the object store of each node, by id; evictable are the ones that can leave it.
         self._parts: dict[str, EvictionQueue[int]] = {}
-        """The segments in the object store of each node, by id; evictable are the ones that can leave it."""
+        # The segments with a file, by id; evictable are the ones whose file can be erased.
         self._on_disk = EvictionQueue[int](
             LeastRecent(),
             quotas(self._tenants, disk_budget_bytes),
             lambda segment_id: self._segments[segment_id].file_bytes,
         )
-        """The segments with a file, by id; evictable are the ones whose file can be erased."""
         self._num_ever = 0
 
     def __len__(self) -> int:

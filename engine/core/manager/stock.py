@@ -26,10 +26,8 @@ from raydix.engine.core.manager.supply import Supply
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import Admission, BlockHash, EvictionReason, SegmentHeader
 
-MIN_SAVED_BLOCKS = 16
-"""Minimum of blocks for which a busy worker is asked."""
-MAX_SAVED_BLOCKS = 64
-"""Maximum of blocks at a time."""
+MIN_SAVED_BLOCKS = 16  # minimum of blocks for which a busy worker is asked
+MAX_SAVED_BLOCKS = 64  # maximum of blocks at a time
 MOST_PAIRS = 200  # pairs of a source and a target that are remembered, those with the latest moves
 DISK = "disk"  # the source of KV whose worker is not known: it came from the disk
 

@@ -10,10 +10,10 @@ from typing import TypeAlias
 
 from raydix.engine.core.types import BlockHash, SegmentHeader
 
+# Form of what is handed over. A manager of another form hands over nothing.
 SCHEMA = 2
-"""Form of what is handed over. A manager of another form hands over nothing."""
+# Bytes copied before the predecessor drops the originals: so many are in the object store twice.
 MAX_BATCH_BYTES = 64 << 20
-"""Bytes copied before the predecessor drops the originals: so many are in the object store twice."""
 
 Terms: TypeAlias = Mapping[str, object]
 """Facts that two managers must share, by name, in plain values: the two may run different code."""

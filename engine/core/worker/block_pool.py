@@ -62,12 +62,12 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, int] = {}
+        # Contents of blocks computed here; imported blocks are known by their hashes only.
         self._contents: list[BlockContent | None] = [None] * num_blocks
-        """Contents of blocks computed here; imported blocks are known by their hashes only."""
+        # Hints of the request behind a block's contents, until its end, when the queue gets the hints.
         self._retentions = [DEFAULT_RETENTION] * num_blocks
-        """Hints of the request behind a block's contents, until its end, when the queue gets the hints."""
+        # The block sealed last, by preceding hash and first token.
         self._by_beginning: dict[tuple[BlockHash, int], int] = {}
-        """The block sealed last, by preceding hash and first token."""
 
         # A stack: the lowest number is the first to be taken.
         self._free = list(range(num_blocks - 1, -1, -1))

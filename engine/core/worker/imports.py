@@ -20,8 +20,7 @@ from raydix.engine.core.types import BlockHash, Handover
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.request import Request
 
-KEEP_S = 1.0
-"""Messages overtake each other by milliseconds; the request of an older message will not come."""
+KEEP_S = 1.0  # messages overtake each other by milliseconds; the request of an older message will not come
 
 
 class EarlyMessages:
@@ -29,8 +28,8 @@ class EarlyMessages:
 
     def __init__(self) -> None:
         self._settled: OrderedDict[BlockHash, float] = OrderedDict()
+        # Early handovers by request and attempt, with the time of arrival.
         self._handovers: OrderedDict[tuple[str, int], tuple[Handover, float]] = OrderedDict()
-        """Early handovers by request and attempt, with the time of arrival."""
 
     def settle(self, hashes: Iterable[BlockHash], now: float) -> None:
         """Note blocks as arrived or lost: requests submitted within `KEEP_S` need not wait."""

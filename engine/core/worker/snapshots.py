@@ -32,14 +32,13 @@ class Snapshots:
     def __init__(self, pool: BlockPool, states: States) -> None:
         self._pool = pool
         self._states = states
-        self._written: list[int] = []
-        """Slots that the step under way writes, each held once."""
+        self._written: list[int] = []  # slots that the step under way writes, each held once
+        # Blocks at whose end a waiting request would go on, with the number of blocks up to there.
         self._wanted: dict[BlockHash, int] = {}
-        """Blocks at whose end a waiting request would go on, with the number of blocks up to there."""
+        # Snapshots that a running request will take behind blocks that are in the pool.
         self._coming: dict[BlockHash, Request] = {}
-        """Snapshots that a running request will take behind blocks that are in the pool."""
+        # Snapshots that go when the running request that took them takes the next one.
         self._rolling: dict[BlockHash, Request] = {}
-        """Snapshots that go when the running request that took them takes the next one."""
 
     @property
     def most_requests(self) -> int:

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from raydix.engine.core.hashing import state_hash
 from raydix.engine.core.types import BlockHash, EvictionReason, Snapshot
 
-SPARE = 4
-"""One slot in so many is never a snapshot: drafts, whose states last for a step, take no snapshot's place."""
+SPARE = 4  # one slot in so many is never a snapshot: drafts, whose states last for a step, take no snapshot's place
 
 
 @dataclass(slots=True)
@@ -49,18 +48,18 @@ class States:
         self._most_snapshots = num_slots - num_slots // SPARE
         self._ref_counts = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
+        # The slot of each snapshot, the least recently used one first.
         self._slots: OrderedDict[BlockHash, int] = OrderedDict()
-        """The slot of each snapshot, the least recently used one first."""
         self._names: list[BlockHash | None] = [None] * num_slots
+        # The blocks on the paths of snapshots, as trees: of a snapshot that moves on with its request only the blocks
+        # between its two places are looked at, however long the path is.
         self._blocks: dict[BlockHash, _PathBlock] = {}
-        """The blocks on the paths of snapshots, as trees: of a snapshot that moves on with its request only the blocks
-        between its two places are looked at, however long the path is."""
+        # The block of each snapshot, by the name under which other processes know it.
         self._named_after: dict[BlockHash, BlockHash] = {}
-        """The block of each snapshot, by the name under which other processes know it."""
+        # Snapshots that came before some of their blocks, until somebody goes on from them.
         self._ahead: set[BlockHash] = set()
-        """Snapshots that came before some of their blocks, until somebody goes on from them."""
+        # Snapshots that other processes are not told of: they go as soon as their request takes the next one.
         self._untold: set[BlockHash] = set()
-        """Snapshots that other processes are not told of: they go as soon as their request takes the next one."""
         self._came: list[BlockHash] = []
         self._gone: list[tuple[BlockHash, EvictionReason]] = []
 

@@ -12,8 +12,8 @@ from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.step import ExportedBlocks
 
+# States that are copied out at a time: one may be as large as the KV of thousands of tokens, and a step waits.
 MAX_STATES = 4
-"""States that are copied out at a time: one may be as large as the KV of thousands of tokens, and a step waits."""
 
 
 @dataclass(frozen=True, slots=True)
