@@ -125,11 +125,13 @@ class Snapshots:
         """Take over the state behind `num_computed`, and keep snapshots of what the step passed."""
         written = dict(moves.writes)
         slot = written[request.num_computed]
+        # Held before the step lets go of it, and the old one released behind: a slot is never free between.
         self._states.hold(slot)
         if request.state is not None:
             self._states.release(request.state)
         request.state = slot
         passed = [at for at in written if at % request.block_size == 0 and at <= request.num_computed]
+        # Where no KV is kept, or it has no name, a snapshot could never be found with its blocks.
         if not passed or not request.is_named or not self._pool.keeps_blocks:
             return
         stay = self._places(request)
@@ -166,12 +168,14 @@ class Snapshots:
         name = path[-1]
         is_new = self._states.keep(slot, path, is_told=stays)
         if request.rolling is not None and self._rolling.get(request.rolling) is request and request.rolling != name:
+            # Nobody but its request went on from it: the next one takes its place.
             del self._rolling[request.rolling]
             if self._states.has(request.rolling):
                 self._states.drop(request.rolling, EvictionReason.TAKEN)
         request.rolling = None
         if stays:
             self._stays(name)
+            # The worker that decodes gets these along with the KV.
             if is_new and request.assignment.stage is Stage.PREFILL:
                 request.snapshots.append(name)
         elif is_new:
@@ -196,6 +200,7 @@ class Snapshots:
         first = chunk.start + chunk.num_tokens - len(chunk.draft)
         writes = [(first, slot)]
         for position in range(first + 1, first + len(chunk.draft) + 1):
+            # A draft is a guess: no snapshot is given up for it.
             if (more := self._take(may_drop=False)) is None:
                 break
             writes.append((position, more))

@@ -70,6 +70,7 @@ class States:
     def longest(self, hashes: Sequence[BlockHash]) -> tuple[int, int | None]:
         """Number of blocks of the longest prefix of `hashes` that ends with a snapshot, and its slot; 0 and None
         without one. Takes no reference."""
+        # From the end: the longest prefix saves most.
         for num_blocks in range(len(hashes), 0, -1):
             if (slot := self._slots.get(hashes[num_blocks - 1])) is not None:
                 return num_blocks, slot
@@ -177,6 +178,7 @@ class States:
             if is_known:
                 break
             child = block_hash
+        # The new one is held, so it is never the one that goes.
         if len(self._slots) > self._most_snapshots:
             self._drop_oldest()
         return True
@@ -198,6 +200,7 @@ class States:
             self._gone.append((state, reason))
         self._untold.discard(name)
         at: BlockHash | None = name
+        # Up to the first block that another snapshot needs, as its own or on the way to it.
         while at is not None and at not in self._slots and not self._blocks[at].children:
             parent = self._blocks.pop(at).parent
             if parent is not None:
@@ -214,6 +217,7 @@ class States:
             pending += self._blocks[at].children
             if self.has(at):
                 names.append(at)
+        # Sorted, as the order in a set of children differs from run to run.
         for name in sorted(names):
             self.drop(name, reason)
 
@@ -224,6 +228,7 @@ class States:
     def drain_journal(self) -> tuple[list[BlockHash], list[tuple[BlockHash, EvictionReason]]]:
         """Snapshots that came and that went since the last call, as `BlockPool.drain_journal`."""
         told = {*self.hashes()} if self._came or self._gone else set()
+        # A snapshot may have come, gone and come again: only what is here now counts.
         came = [state for state in self._came if state in told]
         gone = [each for each in self._gone if each[0] not in told]
         self._came, self._gone = [], []
@@ -256,6 +261,7 @@ class States:
 
     def _drop_oldest(self) -> bool:
         """Drop the least recently used snapshot without a holder; False if there is none."""
+        # Held ones stay: somebody reads them, and their slots would not become free.
         idle = next((name for name, slot in self._slots.items() if not self._ref_counts[slot]), None)
         if idle is not None:
             self.drop(idle, EvictionReason.FULL)
