@@ -70,6 +70,8 @@ def size_up(config: Config, model: ModelConfig, machine: Machine) -> Sizes:
         raise StartupError(
             f"{model.architecture} has recurrent layers, which run on CPUs only: set workers.*.device to cpu"
         )
+    if config.model.adapters:
+        model.check_takes_adapters()
     block_bytes = kv_block_bytes(model, config.cache.block_size, config.model.dtype)
     rooms = {role: _room_gib(config, section, model, machine) for role, section in config.workers.sections.items()}
     weights_gib = max(_weights_gib(config, section, model, machine) for section in config.workers.sections.values())

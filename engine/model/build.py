@@ -61,6 +61,8 @@ def build_engine(
     identity = _identity(settings)
     config, max_model_len = identity.config, identity.max_model_len
     dtype, device = torch_dtype(settings.dtype), torch.device(_device(settings))
+    if settings.adapters:  # before the weights, which may take minutes
+        config.check_takes_adapters()
     grammars = drafter = decoder = adapters = None
     if not computes_nothing(settings.source):
         decoder = Decoder.from_folder(

@@ -214,6 +214,11 @@ class ModelConfig:
         recurrent = () if self.recurrent is None else self.recurrent.layers
         return tuple(index for index in range(self.num_layers) if index not in recurrent)
 
+    def check_takes_adapters(self) -> None:
+        """Raise `StartupError` if no adapter can be computed with the model."""
+        if self.recurrent is not None:
+            raise StartupError(f"{self.architecture} has recurrent layers, which take no adapters")
+
     def experts_of_layer(self, index: int) -> ExpertsConfig | None:
         """The experts of a layer; None: it has one MLP."""
         return self.experts if self.experts is not None and index in self.experts.layers else None

@@ -221,8 +221,7 @@ class Decoder:
     def load_lora(self, folder: Path) -> Lora:
         """Load the adapter in a folder, for rows of `ForwardBatch.loras`. Changes nothing, so any thread may do it.
         Raises `StartupError` as `read_adapter`, for numbers that are none, and for a model with recurrent layers."""
-        if self.config.recurrent is not None:
-            raise StartupError(f"{self.config.architecture} has recurrent layers, which take no adapters")
+        self.config.check_takes_adapters()
         loader = LoraLoader(
             self.config,
             self.dtype,

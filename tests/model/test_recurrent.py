@@ -162,6 +162,10 @@ def test_an_engine_of_a_folder_keeps_states_beside_its_blocks(tmp_path: Path) ->
         swap_bytes=1 << 20,
         drafts=DraftLimits(),
     )
+    tensors: list[int] = []
+    with pytest.raises(StartupError, match="recurrent layers, which take no adapters"):
+        build_engine(replace(settings, adapters=(("name", "folder"),)), on_tensor=lambda: tensors.append(1))
+    assert not tensors, "refused before the weights are read"
     engine = build_engine(settings)
     states = engine.pool.states
     assert states is not None and states.num_slots > 8

@@ -163,6 +163,12 @@ def test_a_gpu_is_refused_for_recurrent_layers() -> None:
         size_up(config, QWEN3_5, MACHINES["64 GiB"])
 
 
+def test_adapters_are_refused_for_recurrent_layers() -> None:
+    config = load_config("cpu_mixed", {"model": {"adapters": {"name": "/folder"}}})
+    with pytest.raises(StartupError, match="Qwen3_5ForCausalLM has recurrent layers, which take no adapters"):
+        size_up(config, QWEN3_5, MACHINES["64 GiB"])
+
+
 def test_a_model_with_states_runs_on_prefill_and_decode_workers() -> None:
     machine = MACHINES["32 GiB, 8 cores"]
     choice, config = chosen((), {}, machine, options=_no_options())
