@@ -207,7 +207,8 @@ class PromptRecords:
         again behind the parting. None for a first prompt."""
         best: tuple[bool, int, bool] | None = None
         found: _Kept | None = None
-        nearest, most = None, -1
+        nearest: _Kept | None = None
+        most = -1
         for other in earlier:
             is_same_salt = other.record.salt == kept.record.salt
             if best is not None and best[0] > is_same_salt:

@@ -12,17 +12,20 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 from ray.serve._private.http_util import ASGIAppReplicaWrapper
 
+from raydix.actors.ingress import span_maker
 from raydix.actors.ingress.telemetry import PROTOCOLS, Telemetry, telemetry_of
 from raydix.configs.schema import ObservabilitySection
 from raydix.engine.api.trace_context import TraceContext
 from raydix.engine.core.errors import StartupError
-from raydix.engine.serving.life import MOST_CHOICES
+from raydix.engine.serving.life import MOST_CHOICES, LifeSpan
 from raydix.engine.serving.output import OutputProcessor
 from tests.skips import NO_OTLP, lacks
 from tests.unit.ingress import ANSWER, MODEL, Replica, Served, body_of, call
@@ -291,15 +294,34 @@ def test_a_replica_that_serve_stops_sends_its_last_spans(served: Served, collect
     replica.frontend.telemetry = Telemetry(collector, "replica", processor=in_an_hour)
 
     async def live() -> None:
-        at_serve: Any = SimpleNamespace()  # Python itself would end an instance of the class, a second time
-        ASGIAppReplicaWrapper._set_asgi_app(at_serve, CURRENT.get())
-        await ASGIAppReplicaWrapper._run_asgi_lifespan_startup(at_serve)
+        wrapper: Any = ASGIAppReplicaWrapper
+        at_serve = SimpleNamespace()  # Python itself would end an instance of the class, a second time
+        wrapper._set_asgi_app(at_serve, CURRENT.get())
+        await wrapper._run_asgi_lifespan_startup(at_serve)
         await call(app, "POST", PATH, body_of("completion"))
         assert collector.all() == []
-        await ASGIAppReplicaWrapper.__del__(at_serve)
+        await wrapper.__del__(at_serve)
 
     served(replica, live)
     assert {span.name for span in collector.all()} >= {f"POST {PATH}", f"text_completion {MODEL}"}
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_the_spans_of_a_batch_may_be_several_messages(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_maker, "MOST_SPANS", 2)
+    taken: list[Any] = []
+
+    def export(spans: list[Any]) -> SpanExportResult:
+        taken.append(spans)
+        return SpanExportResult.SUCCESS if takes or len(taken) > 1 else SpanExportResult.FAILURE
+
+    exporter: Any = SimpleNamespace(export=export)
+    maker = span_maker.SpanMaker(Resource({}), InstrumentationScope("raydix"), iter(range(1, 9)).__next__)
+    spans = [LifeSpan(name, 0.0, 1.0, {}) for name in "abc"]
+    items = [maker.unmade(spans, TraceContext(TRACE, PARENT, True), None, 0.0)] * 2
+    result = span_maker.MakingExporter(exporter, maker).export(items)
+    assert [[span.name for span in each] for each in taken] == [["a", "b"], ["c", "a"], ["b", "c"]]
+    assert result is (SpanExportResult.SUCCESS if takes else SpanExportResult.FAILURE)
 
 
 def test_a_collector_that_takes_nothing_is_waited_for_only_so_long(caplog: pytest.LogCaptureFixture) -> None:
