@@ -152,7 +152,7 @@ def prompt_logprobs(
     num_top: int | None,
     token_bytes: TokenBytes,
     names: TokenNames | None = None,
-) -> Sequence[Json | None] | Sliced:
+) -> Sequence[Json | Sliced | None] | Sliced:
     """vLLM's `prompt_logprobs`: for each prompt token null, or an object by token id with the token itself and then the
     `num_top` likeliest ones; None: all that are known. With `names` a `Sliced` stands for a large object of one
     position."""

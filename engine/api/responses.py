@@ -144,7 +144,7 @@ class Choice:
     logprobs: Json | None = None
     token_ids: Sequence[int] | None = None
     prompt_token_ids: Sequence[int] | None = None
-    prompt_logprobs: Sequence[Json | None] | Sliced | None = None
+    prompt_logprobs: Sequence[Json | Sliced | None] | Sliced | None = None
     stop_reason: str | int | None = None
     """Stop string, or requested stop token, at the end of the answer."""
     message_id: str | None = None
