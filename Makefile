@@ -9,7 +9,7 @@ CLIENTS := $(VENV)-clients
 PIP := $(BIN)/pip install --disable-pip-version-check
 TORCH := 'torch>=2.11,<2.14'
 
-.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants profile test-clients test-agents test-nodes test-tokenizers exhaustive exact gpu-day aot chaos fuzz check check-style check-types check-page check-imports check-documents docs screenshots wheel release-check manifests bench-peers clean
+.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants profile test-clients test-agents test-nodes test-tokenizers exhaustive exact gpu-day aot test-arm sanitize chaos fuzz check check-style check-types check-page check-imports check-documents docs screenshots wheel release-check manifests bench-peers clean
 
 # What serves. torch comes first: uv takes PyTorch's CPU build where there is no NVIDIA GPU, which is some gigabytes
 # smaller; without a way to PyTorch's own index, pip takes the build of PyPI. All other versions are those of CI.
@@ -93,6 +93,23 @@ gpu-day: develop
 # Every variant of every Triton kernel, compiled for GPUs of six kinds without one: registers, spills, shared memory.
 aot: develop
 	$(BIN)/python -m tests.kernels.ahead_of_time
+
+# What tests the C++ kernels alone, for processors and builds on which it takes long; CPP="FILE ..." runs some of them.
+CPP ?= $(patsubst %,tests/kernels/test_%.py,linear grouped_linear experts paged_attention rowwise rotary kv_copy noise sample recurrent lora)
+
+# On an emulated ARM processor, for some hours.
+test-arm: develop
+	$(BIN)/python -m tests.kernels.arm $(CPP)
+
+# Built to end at a fault of memory or undefined behaviour. Python itself leaks, so that leaks are not looked for.
+SANITIZED := $(abspath build/sanitized)
+sanitize: develop
+	mkdir -p $(SANITIZED)
+	printf '#!/bin/sh\nexec g++ -g -fsanitize=address,undefined -fno-sanitize-recover=undefined "$$@"\n' > $(SANITIZED)/cxx
+	chmod +x $(SANITIZED)/cxx
+	CXX=$(SANITIZED)/cxx RAYDIX_CACHE=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+		$(PYTEST) -m "not gpu" --numprocesses=0 $(CPP)
 
 # Small faults in the functions that a change touches, or in all of MODULES; fails where the unit tests that import these
 # modules do not see 95 % of the faults.

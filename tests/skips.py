@@ -62,9 +62,11 @@ def has_no_compiled_kernels() -> bool:
 
 
 def has_no_product() -> bool:
-    """True if the kernels have no bfloat16 product: the processor is no x86 with AVX2, or another one was asked for."""
+    """True if the kernels have no bfloat16 product: neither AVX2 nor NEON is there, or another set was asked for."""
     if has_no_compiled_kernels() or os.environ.get("RAYDIX_KERNELS") == "plain":
         return True
+    if platform.machine() in ("aarch64", "arm64"):
+        return False
     if platform.machine() not in ("x86_64", "AMD64") or not Path("/proc/cpuinfo").exists():
         return True
     flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)

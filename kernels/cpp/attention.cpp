@@ -627,7 +627,7 @@ void attend(const Attention& a, const AttentionPlan& plan, Crew& crew) {
   run(plan.tasks);
 }
 
-int64_t packed_bytes(DType dtype, int64_t head_dim) {
+int64_t packed_bytes([[maybe_unused]] DType dtype, int64_t head_dim) {
 #if defined(__AVX512BF16__)
   if (dtype == DType::bf16) return int64_t(Pairs::packed_bytes(head_dim));
 #endif

@@ -23,13 +23,13 @@
 #include "linear_tiles.h"
 #elif defined(__AVX512BF16__)
 #include "linear_vectors.h"
-#elif defined(__FMA__)
+#elif defined(RAYDIX_FUSES)
 #include "linear_floats.h"
 #endif
 
 namespace raydix {
 
-#if defined(__FMA__)
+#if defined(RAYDIX_FUSES)
 
 namespace {
 

@@ -6,7 +6,7 @@
 #include "ops.h"
 #include "vec.h"
 
-#if defined(__FMA__)
+#if defined(RAYDIX_FUSES)
 
 namespace raydix {
 

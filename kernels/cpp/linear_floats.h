@@ -1,4 +1,5 @@
-// A cache block on multiply-adds in float32, for CPUs without bfloat16 instructions: AVX2, and AVX-512 without BF16.
+// A cache block on multiply-adds in float32, for CPUs without bfloat16 instructions: AVX2, NEON, and AVX-512
+// without BF16.
 //
 // A vector of pairs gives the weights of two input features: the first by a shift, the second by a mask, both without
 // rounding. The rows are widened to float32 once for each cache block. An element's chain takes the first feature of a
@@ -21,8 +22,10 @@ constexpr int64_t WIDENED = 2 * DEPTH * PANEL;  // words: a float for each weigh
 // A register of the machine.
 #if defined(__AVX512F__)
 constexpr int64_t WIDTH = 16;  // columns
-#else
+#elif defined(__AVX2__)
 constexpr int64_t WIDTH = 8;
+#else
+constexpr int64_t WIDTH = 4;
 #endif
 typedef float Floats __attribute__((vector_size(WIDTH * 4)));
 typedef int32_t Words __attribute__((vector_size(WIDTH * 4)));  // pairs of bfloat16, the first in the lower half
@@ -43,6 +46,8 @@ INLINE T read(const void* p) {
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(RAYDIX_NEON)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   // Written out, because the compiler copies factors and sums from register to register until a sum is left without one,
   // and a sum that goes through memory at every step takes twice the time.

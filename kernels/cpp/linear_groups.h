@@ -11,7 +11,7 @@
 
 #include "linear_block.h"
 
-#if defined(__FMA__)
+#if defined(RAYDIX_FUSES)
 
 namespace raydix {
 
@@ -29,7 +29,7 @@ template <class V>
 INLINE i32x16 widen(V v) {
   return __builtin_convertvector(v, i32x16);
 }
-#else
+#elif defined(__AVX2__)
 INLINE i32x16 widen(Bytes16 v) {
   return {(i32x8)_mm256_cvtepu8_epi32((__m128i)v), (i32x8)_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)v, 8))};
 }
@@ -39,6 +39,22 @@ INLINE i32x16 widen(Signed16 v) {
 INLINE i32x16 widen(Words16 v) {
   return {(i32x8)_mm256_cvtepu16_epi32(_mm256_castsi256_si128((__m256i)v)),
           (i32x8)_mm256_cvtepu16_epi32(_mm256_extracti128_si256((__m256i)v, 1))};
+}
+#else
+INLINE Pair<i32x4> widen(int16x8_t v) { return {(i32x4)vmovl_s16(vget_low_s16(v)), (i32x4)vmovl_high_s16(v)}; }
+INLINE Pair<i32x4> widen(uint16x8_t v) { return {(i32x4)vmovl_u16(vget_low_u16(v)), (i32x4)vmovl_high_u16(v)}; }
+INLINE i32x16 widen(Bytes16 v) {
+  const uint8x16_t bytes = (uint8x16_t)v;
+  return {widen(vmovl_u8(vget_low_u8(bytes))), widen(vmovl_high_u8(bytes))};
+}
+INLINE i32x16 widen(Signed16 v) {
+  const int8x16_t bytes = (int8x16_t)v;
+  return {widen(vmovl_s8(vget_low_s8(bytes))), widen(vmovl_high_s8(bytes))};
+}
+INLINE i32x16 widen(Words16 v) {
+  uint16x8_t halves[2];
+  std::memcpy(halves, &v, sizeof v);
+  return {widen(halves[0]), widen(halves[1])};
 }
 #endif
 

@@ -35,13 +35,18 @@ MODULE = "raydix_kernels"
 PREBUILT = "RAYDIX_PREBUILT_KERNELS"  # environment variable that names a folder of finished builds
 SOURCES = Path(__file__).parent
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
-INSTRUCTION_SETS = {
+# The compiler's flags, by kind of processor and instruction set, the best first.
+X86 = {
     "amx_bf16": (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "avx512_bf16": (*AVX512, "-mavx512bf16"),
     "avx512": AVX512,
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "plain": (),
 }
+ARM = {"neon": ("-DRAYDIX_NEON",), "plain": ()}
+OTHER: dict[str, tuple[str, ...]] = {"plain": ()}
+MACHINES = {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}
+INSTRUCTION_SETS = MACHINES.get(platform.machine(), OTHER)
 KILLED_S = 3600.0  # age of a temporary folder whose build has been killed: a build takes a minute or two
 REFERENCE = "reference"  # no C++ kernels: PyTorch computes
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-w", "-Wno-psabi")
@@ -55,9 +60,9 @@ class BuildError(Exception):
 def cpu_ops() -> Any | None:
     """The extension module with the C++ kernels, or `None` where it cannot be built (said once, as a warning).
 
-    `RAYDIX_KERNELS` chooses an instruction set (amx_bf16, avx512_bf16, avx512, avx2, plain) or "reference" for none;
-    `RAYDIX_PREBUILT_KERNELS` a folder of finished builds; `RAYDIX_CACHE` where the build is kept. The first call on a
-    machine without a finished build compiles for some fifteen seconds.
+    `RAYDIX_KERNELS` chooses an instruction set (amx_bf16, avx512_bf16, avx512, avx2, neon, plain) or "reference" for
+    none; `RAYDIX_PREBUILT_KERNELS` a folder of finished builds; `RAYDIX_CACHE` where the build is kept. The first call
+    on a machine without a finished build compiles for some fifteen seconds.
     """
     if chosen() == REFERENCE:
         return None
@@ -91,6 +96,8 @@ def is_at_hand() -> bool:
 
 def _announced_set() -> str | None:
     """The best of `INSTRUCTION_SETS` by Linux's list of what the CPU has; None if there is no list."""
+    if INSTRUCTION_SETS is not X86:
+        return next(iter(INSTRUCTION_SETS))
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -106,6 +113,9 @@ def _announced_set() -> str | None:
 
 def instruction_set() -> str:
     """The best of `INSTRUCTION_SETS` this CPU has."""
+    # Every ARM processor of 64 bits has NEON.
+    if INSTRUCTION_SETS is not X86:
+        return next(iter(INSTRUCTION_SETS))
     import torch
 
     capability = torch.backends.cpu.get_cpu_capability()

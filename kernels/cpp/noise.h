@@ -34,6 +34,15 @@ INLINE Product multiply(u32x16 x, uint32_t by) {
     low = (u32x8)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
   };
   half(x.low, result.high.low, result.low.low), half(x.high, result.high.high, result.low.high);
+#elif defined(RAYDIX_NEON)
+  auto of_words = [by](auto choose) {
+    return [by, choose](u32x4 v) {
+      const uint32x4_t even = vreinterpretq_u32_u64(vmull_n_u32(vget_low_u32(v), by));
+      return choose(even, vreinterpretq_u32_u64(vmull_high_n_u32(v, by)));
+    };
+  };
+  result.high = by_fours<u32x4>(of_words([](uint32x4_t a, uint32x4_t b) { return vuzp2q_u32(a, b); }), x);
+  result.low = by_fours<u32x4>(of_words([](uint32x4_t a, uint32x4_t b) { return vuzp1q_u32(a, b); }), x);
 #else
   for (int i = 0; i < LANES; ++i) {
     const uint64_t product = uint64_t(x[i]) * by;

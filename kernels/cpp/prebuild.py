@@ -6,7 +6,6 @@ instructions; it needs the same versions of torch and Python as the machine that
 """
 
 import argparse
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,24 +17,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Build what the command line names; 1 if the compiler fails, after one line that says why."""
     parser = argparse.ArgumentParser(prog="python -m raydix.kernels.cpp.prebuild", description="Build the C++ kernels.")
     parser.add_argument("folder", type=Path, help="where the shared objects go")
-    parser.add_argument(
-        "instruction_sets", nargs="*", metavar="INSTRUCTION_SET", help=f"by default {', '.join(buildable())}"
-    )
+    known = ", ".join(loader.INSTRUCTION_SETS)
+    parser.add_argument("instruction_sets", nargs="*", metavar="INSTRUCTION_SET", help=f"by default {known}")
     chosen = parser.parse_args(arguments)
     if unknown := set(chosen.instruction_sets) - set(loader.INSTRUCTION_SETS):
-        parser.error(f"unknown instruction set {min(unknown)!r}; known are {', '.join(loader.INSTRUCTION_SETS)}")
+        parser.error(f"unknown instruction set {min(unknown)!r}; known are {known}")
 
     try:
-        prebuild(chosen.folder, chosen.instruction_sets or buildable())
+        prebuild(chosen.folder, chosen.instruction_sets or tuple(loader.INSTRUCTION_SETS))
     except (loader.BuildError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def buildable() -> tuple[str, ...]:
-    """The instruction sets that a compiler for this kind of machine knows."""
-    return tuple(loader.INSTRUCTION_SETS) if platform.machine() in ("x86_64", "AMD64") else ("plain",)
 
 
 def prebuild(folder: Path, instruction_sets: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
-// Sixteen-lane vectors: one source for AVX-512, AVX2 and plain machines. They are the compiler's own vectors, except that
-// AVX2 has them as pairs of registers (vec_pair.h). Only what differs is written twice, as functions of one name.
+// Sixteen-lane vectors: one source for AVX-512, AVX2, NEON and plain machines. They are the compiler's own vectors, except
+// that AVX2 and NEON have them as pairs of registers (vec_pair.h). Only what differs is written again, as functions of
+// one name. AVX2 and NEON add in the same order and round alike, so that they compute the same bits.
 //
 // Every reduction here has one fixed order, and nothing depends on how many rows are processed together: that is what
 // makes each row of every kernel reproducible bit for bit.
@@ -11,6 +12,13 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(RAYDIX_NEON)  // set by the build: every ARM compiler has NEON, also for the plain kernels
+#include <arm_neon.h>
+#endif
+
+// The machine multiplies and adds with one rounding.
+#if defined(__FMA__) || defined(RAYDIX_NEON)
+#define RAYDIX_FUSES
 #endif
 
 #define INLINE inline __attribute__((always_inline))
@@ -72,7 +80,15 @@ INLINE void from_float(fp16* p, float x) {
 
 }  // namespace raydix
 
-#include "vec_pair.h"
+#include "vec_avx2.h"
+
+namespace raydix {
+
+#elif defined(RAYDIX_NEON)
+
+}  // namespace raydix
+
+#include "vec_neon.h"
 
 namespace raydix {
 

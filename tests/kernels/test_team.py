@@ -1,14 +1,17 @@
 """The kernels' threads: what is computed does not depend on how many there are, who else asks, or a fork."""
 
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.cpp import cpu_ops, loader
 from raydix.kernels.rms_norm import rms_norm
 from tests.skips import NO_KERNELS
 
@@ -56,3 +59,13 @@ def test_a_forked_child_has_threads_of_its_own(rows: Tensor) -> None:
     if child == 0:  # without torch's own threads, which do not survive this
         os._exit(0 if (norm(rows).view(torch.int16).numpy() == expected).all() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason=NO_KERNELS)
+def test_threads_never_meet_at_a_number_without_an_order(tmp_path: Path) -> None:
+    """ThreadSanitizer ends the program with another code where two threads use a number, and nothing orders them."""
+    program, source = tmp_path / "races", Path(__file__).parent / "team_races.cpp"
+    flags = ("-std=c++20", "-O1", "-fsanitize=thread", "-pthread", f"-I{loader.SOURCES}")
+    subprocess.run(["g++", *flags, str(source), str(loader.SOURCES / "team.cpp"), "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[:2000]
