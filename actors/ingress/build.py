@@ -272,7 +272,7 @@ def _reader(config: Config, model: _Model) -> RequestReader:
         special_tokens_in_messages=config.model.special_tokens_in_messages,
         tool_format=model.tool_format,
         has_reasoning=model.has_reasoning,
-        effort_tokens=config.model.effort_tokens,
+        effort_tokens={str(effort): tokens for effort, tokens in config.model.effort_tokens.items()},
         chat_templates_in_requests=config.model.chat_templates_in_requests,
         rules=BodyRules(
             takes_unknown=config.http.unknown_fields == "ignore", volatile_lines=config.model.volatile_lines

@@ -1040,7 +1040,8 @@ def test_sessions_that_wait_keep_their_turn_while_there_is_no_worker(waiting: Di
         with pytest.raises(NoWorkerError):
             waiting.admit(AdmitRequest("b1", 0, prompt("b", 3), 14), now)
     [choice] = explained(waiting, "b1", None, 31.0)
-    assert choice["paused"] is not None and choice["paused"]["paused_s"] == 31.0
+    paused = choice["paused"]
+    assert isinstance(paused, dict) and paused["paused_s"] == 31.0
 
     waiting.register("x", Role.MIXED, 1, 10, (), num_blocks=5)
     with pytest.raises(PausedError) as raised:

@@ -190,7 +190,7 @@ def test_the_memory_of_an_answer_counts_its_log_probabilities() -> None:
         job = asyncio.run(Replica(max_model_len=4000).closed_job(route, **fields))
         return int(job.held_bytes(0))
 
-    ten = {"logprobs": True, "top_logprobs": 10}
+    ten: dict[str, Any] = {"logprobs": True, "top_logprobs": 10}
     shown = SHOWN_BYTES * 10
     assert held(**ten, max_tokens=3000) == 3000 * 11 * SCORE_BYTES + shown > frontend.SMALL_BYTES
     assert held(**ten, max_tokens=3000, n=3) == 3 * 3000 * 11 * SCORE_BYTES + shown
