@@ -7,11 +7,12 @@
 // zero, and keys no row of the task may see are packed as zeros, whatever the pool holds there.
 //
 // A task is (sequence, KV heads, run of queries): its rows are the queries times the heads of the group, and each packed
-// tile serves all of them. Tiles that several decoding sequences have in common, being in the same blocks, are read and
-// packed once for the rows of all. Where tasks are too few for the threads, runs of tiles become pieces of their own.
-// Both leave partial results, which the tasks merge before they go on, by the same code.
+// tile serves all of them. Tiles that several sequences with few queries have in common, being in the same blocks, are
+// read and packed once for the rows of all. Where tasks are too few for the threads, runs of tiles become pieces of
+// their own. Both leave partial results, which the tasks merge before they go on, by the same code.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "ops.h"
@@ -28,6 +29,7 @@ constexpr int64_t AHEAD = LANES;             // keys asked of memory before thei
 constexpr int64_t TASK_ROWS = 96;            // about as many share a packed tile
 constexpr int64_t FEW_ROWS = 16;             // up to here memory, not arithmetic, sets the pace
 constexpr int64_t PACKED_BYTES = 128 * 1024; // of keys and values of all heads of a task: stays in the L2 cache
+constexpr int64_t SHARED_BYTES = 256 << 20;  // at most, of partial results of shared tiles
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 
 // Running state of one row: maximum in units of log2, sum of weights. Its weighted values are kept apart.
@@ -313,6 +315,7 @@ struct Pairs {
 #endif
 
 using Task = AttentionPlan::Task;
+using Queries = AttentionPlan::Queries;
 
 // Grows and never shrinks: a fresh page costs more than the arithmetic it holds.
 template <class E>
@@ -343,9 +346,10 @@ struct Span {
   int64_t begin, end;
 
   Span(const Attention& a, const Task& task) {
-    const int64_t start = first_position(a, task.sequences[0]);
-    begin = a.sliding_window ? std::max<int64_t>(0, start + task.first - a.sliding_window + 1) : 0;
-    end = start + task.last;
+    const Queries& queries = task.queries[0];
+    const int64_t start = first_position(a, queries.sequence);
+    begin = a.sliding_window ? std::max<int64_t>(0, start + queries.first - a.sliding_window + 1) : 0;
+    end = start + queries.last;
   }
 };
 
@@ -354,7 +358,7 @@ template <class T>
 Rows<T> locate(const Attention& a, const Task& task, const Span& span, int64_t first) {
   static const T zeros[MOST_HEAD_DIM] = {};
   Rows<T> rows;
-  const int32_t* table = a.block_tables + task.sequences[0] * a.table_stride;
+  const int32_t* table = a.block_tables + task.queries[0].sequence * a.table_stride;
   int64_t index = first / a.block_size, offset = first % a.block_size;
   const int64_t head_size = a.block_size * a.head_dim;
   for (int64_t i = 0; i < LANES; ++i, ++offset) {
@@ -368,6 +372,13 @@ Rows<T> locate(const Attention& a, const Task& task, const Span& span, int64_t f
   return rows;
 }
 
+// Rows of each KV head.
+int64_t rows_of(const Task& task, int64_t group) {
+  int64_t rows = 0;
+  for (const Queries& q : task.queries) rows += (q.last - q.first) * group;
+  return rows;
+}
+
 template <class Engine>
 class Worker {
   using T = typename Engine::Element;
@@ -378,7 +389,7 @@ class Worker {
     thread_local std::vector<float> memory;
     group = a.num_heads / a.num_kv_heads;
     heads = task.head_end - task.head;
-    rows = int64_t(task.sequences.size()) * (task.last - task.first) * group;
+    rows = rows_of(task, group);
     const size_t packed = Engine::packed_bytes(a.head_dim) / sizeof(float) * size_t(heads);
     const size_t block = size_t(ROWS * TILE), all_rows = size_t(heads * rows);
     float* at = scratch(memory, 2 * packed + 2 * block + all_rows * size_t(a.head_dim + 2) + 4 * size_t(rows));
@@ -390,8 +401,8 @@ class Worker {
     states = (State*)at, at += 2 * all_rows;
     tokens = (int64_t*)at, positions = tokens + rows;
     int64_t row = 0;
-    for (int64_t s : task.sequences)
-      for (int64_t query = task.first; query < task.last; ++query)
+    for (const auto& [s, first, last] : task.queries)
+      for (int64_t query = first; query < last; ++query)
         for (int64_t i = 0; i < group; ++i, ++row) {
           tokens[row] = a.query_start[s] + query, positions[row] = first_position(a, s) + query;
         }
@@ -547,71 +558,112 @@ class Worker {
   }
 };
 
-// The whole tasks of a call, most work first within a sequence, so that threads finish together.
-std::vector<Task> whole_tasks(const Attention& a, int64_t packed_bytes) {
-  std::vector<Task> tasks;
-  const int64_t group = a.num_heads / a.num_kv_heads, queries = std::max<int64_t>(1, TASK_ROWS / group);
-  const int64_t most_heads = std::max<int64_t>(1, PACKED_BYTES / packed_bytes);
-  for (int64_t s = 0; s < a.num_sequences; ++s) {
-    const int64_t chunk = a.query_start[s + 1] - a.query_start[s], start = a.context_lens[s] - chunk;
-    const int64_t heads = chunk * group <= FEW_ROWS ? std::min(most_heads, a.num_kv_heads) : 1;
-    for (int64_t last = chunk; last > 0; last -= queries) {
-      const int64_t first = std::max<int64_t>(0, last - queries);
-      const int64_t begin = a.sliding_window ? std::max<int64_t>(0, start + first - a.sliding_window + 1) : 0;
-      const int64_t tile = begin / TILE, tile_end = (start + last + TILE - 1) / TILE;
-      for (int64_t h = 0; h < a.num_kv_heads; h += heads)
-        tasks.push_back({{s}, h, std::min(h + heads, a.num_kv_heads), first, last, tile, tile_end, {}});
-    }
-  }
-  return tasks;
-}
-
-// Tiles [begin, end) that several sequences, each with one query, have in the same blocks.
+// Tiles [begin, end) that several sequences have in the same blocks.
 struct SharedTiles {
   std::vector<int64_t> sequences;
   int64_t begin, end;
 };
 
-// Whether two sequences have all blocks up to the end of a tile in common.
-bool share_tile(const Attention& a, int64_t one, int64_t other, int64_t tile) {
-  const int64_t from = tile * TILE / a.block_size, to = ((tile + 1) * TILE + a.block_size - 1) / a.block_size;
-  const int32_t *table = a.block_tables + one * a.table_stride, *same = a.block_tables + other * a.table_stride;
-  return std::equal(table + from, table + to, same + from);
-}
+// The tiles that a sequence's queries see whole: no row of them is masked there, at its window or at its own position.
+struct WholeTiles {
+  int64_t begin, end;
 
-// Appends what `sequences` share from `tile` on: a run of all of them, then the runs of those that go on together.
-void add_shared(const Attention& a, std::vector<int64_t> sequences, int64_t tile, std::vector<SharedTiles>& shared) {
-  int64_t begin = tile;
-  while (sequences.size() > 1) {
-    std::vector<int64_t> with, without;  // the first one that has the whole tile before its query
-    for (int64_t s : sequences) {
-      if ((tile + 1) * TILE > first_position(a, s)) continue;
-      (with.empty() || share_tile(a, with[0], s, tile) ? with : without).push_back(s);
-    }
-    if (with.size() < sequences.size()) {
-      if (tile > begin) shared.push_back({sequences, begin, tile});
-      begin = tile;
-      add_shared(a, std::move(without), tile, shared);
-    }
-    sequences = std::move(with), ++tile;
+  WholeTiles(const Attention& a, int64_t sequence) {
+    const int64_t left = a.sliding_window ? std::max<int64_t>(0, a.context_lens[sequence] - a.sliding_window) : 0;
+    begin = (left + TILE - 1) / TILE, end = first_position(a, sequence) / TILE;
   }
-}
+};
 
-// What decoding sequences share, at most `most` of them at a time.
-std::vector<SharedTiles> shared_tiles(const Attention& a, int64_t most) {
-  std::vector<SharedTiles> all, shared;
-  if (most == 1 || a.sliding_window) return shared;
-  std::vector<int64_t> decoding;
-  for (int64_t s = 0; s < a.num_sequences; ++s)
-    if (a.query_start[s + 1] - a.query_start[s] == 1) decoding.push_back(s);
-  add_shared(a, std::move(decoding), 0, all);
-  for (const SharedTiles& tiles : all) {
-    const int64_t count = int64_t(tiles.sequences.size()), parts = (count + most - 1) / most;
-    auto at = [&](int64_t part) { return tiles.sequences.begin() + count * part / parts; };
-    for (int64_t part = 0; part < parts; ++part)
-      shared.push_back({{at(part), at(part + 1)}, tiles.begin, tiles.end});
+// Finds who shares what, by the block tables alone. Sequences are sorted by the blocks of their first whole tile; one
+// that has these blocks alone is looked at no more, and tables are compared further only as far as they agree.
+class Sharing {
+ public:
+  std::vector<SharedTiles> found;  // a run of all of a group, then the runs of those that go on together
+
+  Sharing(const Attention& a, int64_t most_queries) : a(a) {
+    std::vector<int64_t> sequences;
+    for (int64_t s = 0; s < a.num_sequences; ++s) {
+      const int64_t chunk = a.query_start[s + 1] - a.query_start[s];
+      // More queries than that fill a task, and make use of a packed tile alone.
+      if (chunk > 0 && chunk <= most_queries) sequences.push_back(s);
+    }
+    // Behind windows that begin at different tiles there are groups of their own.
+    auto begin = [&](int64_t s) { return WholeTiles(a, s).begin; };
+    split(std::move(sequences), [&](int64_t s, int64_t t) { return begin(s) - begin(t); },
+          [&](std::vector<int64_t> group) { follow(group, begin(group[0])); });
+  }
+
+ private:
+  const Attention& a;
+
+  // Calls `take` with each two or more of `sequences` that are equal by `compare`, in their order.
+  template <class Compare, class Take>
+  static void split(std::vector<int64_t> sequences, Compare compare, Take take) {
+    std::stable_sort(sequences.begin(), sequences.end(), [&](int64_t s, int64_t t) { return compare(s, t) < 0; });
+    for (auto from = sequences.begin(), to = from; from != sequences.end(); from = to) {
+      to = std::find_if(from, sequences.end(), [&](int64_t s) { return compare(*from, s) != 0; });
+      if (to - from > 1) take({from, to});
+    }
+  }
+
+  // By the blocks that hold the keys of a tile.
+  int compare(int64_t one, int64_t other, int64_t tile) const {
+    const int64_t from = tile * TILE / a.block_size, to = ((tile + 1) * TILE + a.block_size - 1) / a.block_size;
+    const int32_t *table = a.block_tables + one * a.table_stride, *same = a.block_tables + other * a.table_stride;
+    return std::memcmp(table + from, same + from, size_t(to - from) * sizeof(int32_t));
+  }
+
+  // Appends what `sequences` share from tile `first` on.
+  void follow(std::vector<int64_t> sequences, int64_t first) {
+    int64_t tile = first;
+    auto has = [&](int64_t s) { return tile < WholeTiles(a, s).end; };
+    auto agrees = [&](int64_t s) { return has(s) && compare(sequences[0], s, tile) == 0; };
+    while (std::all_of(sequences.begin(), sequences.end(), agrees)) ++tile;
+    if (tile > first) found.push_back({sequences, first, tile});
+
+    std::erase_if(sequences, [&](int64_t s) { return !has(s); });
+    split(std::move(sequences), [&](int64_t s, int64_t t) { return compare(s, t, tile); },
+          [&](std::vector<int64_t> group) { follow(std::move(group), tile); });
+  }
+};
+
+// Runs of tiles with at least two sequences, whose rows are about as many as a task has.
+std::vector<SharedTiles> shared_tiles(const Attention& a, int64_t most_queries) {
+  std::vector<SharedTiles> shared;
+  if (most_queries == 1 || a.num_sequences == 1) return shared;
+  for (const SharedTiles& run : Sharing(a, most_queries).found) {
+    auto chunk = [&](int64_t s) { return a.query_start[s + 1] - a.query_start[s]; };
+    int64_t queries = 0, before = 0, last_part = -1;
+    for (int64_t s : run.sequences) queries += chunk(s);
+    const int64_t parts = (queries + most_queries - 1) / most_queries;
+    for (int64_t s : run.sequences) {
+      const int64_t part = before * parts / queries;
+      if (part != last_part) shared.push_back({{}, run.begin, run.end});
+      shared.back().sequences.push_back(s), last_part = part, before += chunk(s);
+    }
   }
   return shared;
+}
+
+// The whole tasks of a call, most work first within a sequence, so that threads finish together. Sequences of which
+// `shares` is true are cut into the same heads.
+std::vector<Task> whole_tasks(const Attention& a, int64_t packed_bytes, const std::vector<bool>& shares) {
+  std::vector<Task> tasks;
+  const int64_t group = a.num_heads / a.num_kv_heads, queries = std::max<int64_t>(1, TASK_ROWS / group);
+  const int64_t most_heads = std::max<int64_t>(1, PACKED_BYTES / packed_bytes);
+  for (int64_t s = 0; s < a.num_sequences; ++s) {
+    const int64_t chunk = a.query_start[s + 1] - a.query_start[s], start = a.context_lens[s] - chunk;
+    const bool few = chunk * group <= FEW_ROWS || shares[size_t(s)];
+    const int64_t heads = few ? std::min(most_heads, a.num_kv_heads) : 1;
+    for (int64_t last = chunk; last > 0; last -= queries) {
+      const int64_t first = std::max<int64_t>(0, last - queries);
+      const int64_t begin = a.sliding_window ? std::max<int64_t>(0, start + first - a.sliding_window + 1) : 0;
+      const int64_t tile = begin / TILE, tile_end = (start + last + TILE - 1) / TILE;
+      for (int64_t h = 0; h < a.num_kv_heads; h += heads)
+        tasks.push_back({{{s, first, last}}, h, std::min(h + heads, a.num_kv_heads), tile, tile_end, {}});
+    }
+  }
+  return tasks;
 }
 
 template <class Engine>
@@ -636,31 +688,52 @@ int64_t packed_bytes([[maybe_unused]] DType dtype, int64_t head_dim) {
 
 }  // namespace
 
-AttentionPlan::AttentionPlan(const Attention& a, DType dtype, int threads)
-    : tasks(whole_tasks(a, 2 * packed_bytes(dtype, a.head_dim))) {
+AttentionPlan::AttentionPlan(const Attention& a, DType dtype, int threads) {
   struct Source {
     Task task;
     std::vector<size_t> users;  // tasks that merge its results, one for each of its sequences
   };
   std::vector<Source> sources;
   const int64_t group = a.num_heads / a.num_kv_heads, row_floats = a.head_dim + 2;
-  auto rows_of = [&](const Task& t) { return int64_t(t.sequences.size()) * (t.last - t.first) * group; };
-  auto tile_floats = [&](const Task& t) { return (t.head_end - t.head) * rows_of(t) * row_floats; };
+  auto tile_floats = [&](const Task& t) { return (t.head_end - t.head) * rows_of(t, group) * row_floats; };
 
-  std::vector<size_t> first_task(size_t(a.num_sequences));  // of each sequence; others with one query have as many
-  for (size_t i = tasks.size(); i-- > 0;) first_task[size_t(tasks[i].sequences[0])] = i;
-  for (const SharedTiles& shared : shared_tiles(a, std::max<int64_t>(1, TASK_ROWS / group))) {
-    const int64_t leader = shared.sequences[0];
+  const std::vector<SharedTiles> shared = shared_tiles(a, std::max<int64_t>(1, TASK_ROWS / group));
+  std::vector<bool> shares(size_t(a.num_sequences));
+  for (const SharedTiles& run : shared)
+    for (int64_t s : run.sequences) shares[size_t(s)] = true;
+  tasks = whole_tasks(a, 2 * packed_bytes(dtype, a.head_dim), shares);
+
+  std::vector<size_t> first_task(size_t(a.num_sequences));  // of each sequence; others that share have as many
+  for (size_t i = tasks.size(); i-- > 0;) first_task[size_t(tasks[i].queries[0].sequence)] = i;
+  int64_t left = SHARED_BYTES / int64_t(sizeof(float));
+  for (const SharedTiles& run : shared) {
+    int64_t floats = 0;
+    for (int64_t s : run.sequences)
+      floats += (a.query_start[s + 1] - a.query_start[s]) * a.num_heads * row_floats;
+    // Without memory for partial results the rest is read by each task, as what is not shared.
+    const int64_t tiles = std::min(run.end - run.begin, left / floats), end = run.begin + tiles;
+    if (tiles == 0) break;
+    left -= tiles * floats;
+
+    const int64_t leader = run.sequences[0];
     const size_t first = first_task[size_t(leader)];
-    for (size_t k = 0; first + k < tasks.size() && tasks[first + k].sequences[0] == leader; ++k) {
+    for (size_t k = 0; first + k < tasks.size() && tasks[first + k].queries[0].sequence == leader; ++k) {
       Source source{tasks[first + k], {}};
-      source.task.sequences = shared.sequences, source.task.tile = shared.begin, source.task.tile_end = shared.end;
-      for (int64_t s : shared.sequences) {
-        source.users.push_back(first_task[size_t(s)] + k);
-        tasks[source.users.back()].tile = shared.end;
+      source.task.queries.clear(), source.task.tile = run.begin, source.task.tile_end = end;
+      for (int64_t s : run.sequences) {
+        const size_t user = first_task[size_t(s)] + k;
+        Task& task = tasks[user];
+        // A window begins within a tile: that one comes before, and belongs to the sequence alone.
+        if (task.tile < run.begin) {
+          sources.push_back({task, {user}});
+          sources.back().task.tile_end = run.begin;
+        }
+        task.tile = end;
+        source.task.queries.push_back(task.queries[0]), source.users.push_back(user);
       }
       sources.push_back(std::move(source));
     }
+    if (end < run.end) break;
   }
 
   const int64_t count = int64_t(tasks.size());
@@ -684,10 +757,13 @@ AttentionPlan::AttentionPlan(const Attention& a, DType dtype, int threads)
   const int64_t run = std::max<int64_t>(1, tiles / (4 * threads));
   for (const Source& source : sources) {
     const Task& whole = source.task;
-    const int64_t rows = rows_of(whole), floats = tile_floats(whole), user_rows = rows / int64_t(source.users.size());
-    for (size_t i = 0; i < source.users.size(); ++i)
-      tasks[source.users[i]].before.push_back(
-          {to + int64_t(i) * user_rows * row_floats, whole.tile_end - whole.tile, floats, rows * row_floats});
+    const int64_t floats = tile_floats(whole), head_floats = rows_of(whole, group) * row_floats;
+    float* at = to;
+    for (size_t i = 0; i < source.users.size(); ++i) {
+      const Queries& own = whole.queries[i];
+      tasks[source.users[i]].before.push_back({at, whole.tile_end - whole.tile, floats, head_floats});
+      at += (own.last - own.first) * group * row_floats;
+    }
     for (Task piece = whole; piece.tile < whole.tile_end; piece.tile = piece.tile_end) {
       piece.tile_end = std::min(piece.tile + run, whole.tile_end), piece.partials = to;
       pieces.push_back(piece);

@@ -36,11 +36,15 @@ class AttentionPlan {
     const float* at;
     int64_t tiles, tile_stride, head_stride;
   };
-  // Queries [first, last) of each of its sequences (counted within the chunk) and KV heads [head, head_end), over tiles
-  // [tile, tile_end) of keys. Few queries take several heads, for their keys lie side by side in memory.
+  // Queries [first, last) of a sequence, counted within its chunk.
+  struct Queries {
+    int64_t sequence, first, last;
+  };
+  // Some queries and KV heads [head, head_end), over tiles [tile, tile_end) of keys. Few queries take several heads, for
+  // their keys lie side by side in memory.
   struct Task {
-    std::vector<int64_t> sequences;  // more than one: all begin with the same blocks, up to tile_end at least
-    int64_t head, head_end, first, last, tile, tile_end;
+    std::vector<Queries> queries;  // more than one: their sequences have the tiles in the same blocks, and see all of them
+    int64_t head, head_end, tile, tile_end;
     std::vector<Partials> before;  // of the tiles before `tile`, in order
     float* partials = nullptr;     // of a piece: where its results go
   };

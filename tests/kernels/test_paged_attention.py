@@ -1,5 +1,6 @@
 """Attention over paged KV: against the specification, and bit for bit against itself."""
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -151,6 +152,88 @@ def test_bits_do_not_depend_on_who_begins_alike(dtype: torch.dtype, block_size: 
     options = {"sliding_window": 200, "soft_cap": 3.0}
     alone = torch.cat([attend(case, [chunk], **options) for chunk in chunks])
     assert torch.equal(attend(case, chunks, **options), alone)
+
+
+def branching(case: PagedCase, random: Random, block_size: int) -> None:
+    """Lets most sequences begin with some of the whole blocks of an earlier one."""
+    tables, lengths = case.block_tables, case.context_lens
+    for sequence in range(1, len(lengths)):
+        other = random.randrange(sequence)
+        common = random.randint(0, min(lengths[sequence], lengths[other]) // block_size)
+        if random.random() < 0.8:
+            tables[sequence, :common] = tables[other, :common]
+
+
+def few_queries(case: PagedCase, random: Random) -> list[Chunk]:
+    """The newest queries of each sequence: one, some as behind a draft, or as many as a chunk of a prompt."""
+    counts = [random.choice([1, 1, 1, 2, 5, 9, 16, 70]) for _ in case.context_lens]
+    return [Chunk(s, max(0, n - count), n) for s, (n, count) in enumerate(zip(case.context_lens, counts, strict=True))]
+
+
+@pytest.mark.parametrize("heads", [(9, 3, 64), (8, 1, 80), (32, 8, 128), (4, 4, 16)])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 200}, {"sliding_window": 384, "soft_cap": 3.0}])
+@pytest.mark.parametrize(("block_size", "dtype"), [(16, torch.bfloat16), (24, torch.float32), (128, torch.bfloat16)])
+@needs_cpp
+def test_bits_do_not_depend_on_branches(
+    heads: tuple[int, int, int], options: dict[str, Any], block_size: int, dtype: torch.dtype
+) -> None:
+    """Random trees of beginnings, drafts among the rows, windows, sinks: at once, in any order, and one by one."""
+    random = Random(f"{heads} {options} {block_size}")
+    num_heads, num_kv_heads, head_dim = heads
+    lengths = [random.randint(1, 900) for _ in range(random.choice([2, 5, 14]))]
+    case = paged_case(
+        lengths,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        seed=len(lengths),
+    )
+    branching(case, random, block_size)
+    sinks = torch.linspace(-2.0, 2.0, num_heads)
+    chunks = few_queries(case, random)
+    alone = [attend(case, [chunk], sinks=sinks, **options) for chunk in chunks]
+    assert not any(rows.isnan().any() for rows in alone)
+    assert torch.equal(attend(case, chunks, sinks=sinks, **options), torch.cat(alone))
+
+    order = random.sample(range(len(chunks)), len(chunks))
+    shuffled = attend(case, [chunks[i] for i in order], sinks=sinks, **options)
+    assert torch.equal(shuffled, torch.cat([alone[i] for i in order]))
+    check_against_reference(case, chunks, sinks=sinks, **options)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 300])
+@needs_cpp
+def test_bits_do_not_depend_on_threads_behind_a_common_beginning(sliding_window: int | None) -> None:
+    """A few sequences of few heads are too few tasks for three threads, and many are enough."""
+    before = torch.get_num_threads()
+    try:
+        for count in (2, 14):
+            case = paged_case([700 - n for n in range(count)])
+            case.block_tables[1:, : 640 // 16] = case.block_tables[0, : 640 // 16]
+            chunks = [Chunk(s, n - 1 - s % 4, n) for s, n in enumerate(case.context_lens)]
+            alone = torch.cat([attend(case, [chunk], sliding_window=sliding_window) for chunk in chunks])
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                assert torch.equal(attend(case, chunks, sliding_window=sliding_window), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_cpp
+def test_blocks_before_the_windows_may_be_gone_behind_a_common_beginning() -> None:
+    case = paged_case([700 - n for n in range(6)])
+    case.block_tables[1:, : 640 // 16] = case.block_tables[0, : 640 // 16]
+    chunks = [Chunk(s, n - 1 - s % 2, n) for s, n in enumerate(case.context_lens)]
+    expected = attend(case, chunks, sliding_window=300)
+    for chunk in chunks:
+        gone = (chunk.begin - 300 + 1) // 16
+        case.block_tables[chunk.sequence, :gone] = -1
+    oldest = min(chunk.begin for chunk in chunks) - 300 + 1
+    for block in range(oldest // 16):
+        case.key_cache[case.block_tables[0, block]] = torch.nan
+    assert torch.equal(attend(case, chunks, sliding_window=300), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

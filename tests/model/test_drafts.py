@@ -192,6 +192,28 @@ def test_drafts_of_all_kinds(
 
 
 @pytest.mark.usefixtures("two_threads")
+def test_drafts_of_sixteen_branches(decoder: Decoder) -> None:
+    """Rows of drafts behind one cached beginning, which branches at several places, beside rows without drafts."""
+    chance = random.Random(6)
+    trunk = [chance.randrange(100, 40_000) for _ in range(300)]
+    branches = [
+        Assignment(
+            f"branch {index}", 0, Stage.WHOLE, (*trunk[: 300 - 5 * index], 700 + index), 301 - 5 * index, sampling, "i"
+        )
+        for index, sampling in enumerate([PARAMS["greedy"], PARAMS["sampled"]] * 8)
+    ]
+    answers: dict[str, Output] = {"trunk": []}
+    for each in branches:
+        answers |= run(make_engine(decoder), [each])
+
+    engine = make_engine(decoder, Told(answers, mixed))
+    run(engine, [Assignment("trunk", 0, Stage.WHOLE, tuple(trunk), 300, PARAMS["greedy"], "i")])
+    together = run(engine, branches)
+    assert {each.request_id: answers[each.request_id] for each in branches} == together
+    assert accepted(engine) > 50
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_drafts_from_the_requests_own_text(decoder: Decoder, plain: dict[str, Output]) -> None:
     engine = make_engine(decoder, Drafter(DraftLimits()))
     assert run(engine, requests()) == plain
