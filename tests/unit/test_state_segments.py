@@ -102,6 +102,28 @@ def test_a_state_whose_blocks_never_come_is_of_no_use(sender: Node) -> None:
     assert receiver.ask() == 20
 
 
+def test_a_state_that_is_sent_on_still_waits_for_its_blocks(sender: Node) -> None:
+    """Only a request that goes on from a state has found the blocks before it; an export has not looked for them."""
+    receiver, third = Node(), Node()
+    name = state_hash(HASHES[-1])
+    assert receiver.take(sender.export([name])[0])
+    [segment] = receiver.export([name])
+    receiver.engine.scheduler.check_integrity()
+    assert third.take(segment) and third.take(sender.export(HASHES)[0])
+    assert third.ask() == 20
+
+
+def test_a_reset_forgets_states_whose_blocks_are_still_to_come(sender: Node) -> None:
+    receiver = Node()
+    name = state_hash(HASHES[-1])
+    assert receiver.take(sender.export([name])[0])
+    receiver.pool.drain_journal()
+    receiver.engine.scheduler.reset()
+    assert receiver.states.num_snapshots == 0
+    assert receiver.pool.drain_journal() == ([], [(name, EvictionReason.RESET)])
+    receiver.engine.scheduler.check_integrity()
+
+
 @pytest.mark.parametrize("damage", ["checksum", "fingerprint", "size", "states"])
 def test_a_damaged_segment_costs_time_only(sender: Node, damage: str) -> None:
     names = [*HASHES, state_hash(HASHES[-1])]

@@ -264,6 +264,8 @@ class BlockPool:
         for block_hash in cached:
             self._queue.forget(block_hash)
             self._free.append(self._forget(self._by_hash[block_hash], EvictionReason.RESET))
+        if self.states is not None:
+            self.states.reset()
         return len(cached)
 
     def drain_journal(self) -> tuple[list[BlockHash], list[tuple[BlockHash, EvictionReason]]]:

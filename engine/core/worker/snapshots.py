@@ -72,7 +72,7 @@ class Snapshots:
         num_blocks, slot = self._states.longest(hashes)
         request.num_computed = num_blocks * request.block_size
         if slot is not None:
-            self._states.hold(slot)
+            self._states.go_on_from(slot)
             request.state = slot
             # Somebody goes on from there, so it stays when the request that took it moves on.
             self._stays(hashes[num_blocks - 1])
@@ -89,7 +89,7 @@ class Snapshots:
         slot = self._states.slot_of(name)
         if slot is None:
             return False
-        self._states.hold(slot)
+        self._states.go_on_from(slot)
         request.state = slot
         return True
 

@@ -139,8 +139,13 @@ class States:
         self._ref_counts[slot] += 1
         if (name := self._names[slot]) is not None:
             self._slots.move_to_end(name)
-            # Whoever goes on from it has found all its blocks.
-            self._ahead.discard(name)
+
+    def go_on_from(self, slot: int) -> None:
+        """Hold a snapshot for a request that goes on from it, and so has found all its blocks in the pool."""
+        self.hold(slot)
+        name = self._names[slot]
+        assert name is not None, "a request goes on from a snapshot only"
+        self._ahead.discard(name)
 
     def release(self, slot: int) -> None:
         """Give back one reference."""
@@ -220,6 +225,12 @@ class States:
         # Sorted, as the order in a set of children differs from run to run.
         for name in sorted(names):
             self.drop(name, reason)
+
+    def reset(self) -> None:
+        """Forget the snapshots that came before some of their blocks: no block that goes takes these along."""
+        # Sorted, as the order in a set differs from run to run.
+        for name in sorted(self._ahead):
+            self.drop(name, EvictionReason.RESET)
 
     def hashes(self) -> list[BlockHash]:
         """The names of the snapshots that other processes are told of, as they hear them."""
