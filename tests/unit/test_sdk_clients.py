@@ -76,7 +76,7 @@ async def chat_stream(client: AsyncOpenAI) -> None:
 
 async def chat_calls(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(**{**CHAT, "tools": [CHAT_TOOL]})
-    [call] = answer.choices[0].message.tool_calls or ()
+    [call] = answer.choices[0].message.tool_calls or []
     assert call.type == "function" and (call.function.name, answer.choices[0].finish_reason) == ("clock", "tool_calls")
     names, arguments = "", ""
     async for chunk in await client.chat.completions.create(**{**CHAT, "tools": [CHAT_TOOL], "stream": True}):
@@ -187,6 +187,7 @@ async def message_calls(client: AsyncAnthropic) -> None:
     async with client.messages.stream(**fields) as stream:
         streamed = await stream.get_final_message()
     for answer in (whole, streamed):
+        block: Any
         [block] = answer.content
         assert block.type == "tool_use" and (block.name, block.input) == ("clock", {"zone": "UTC"})
         assert answer.stop_reason == "tool_use"
