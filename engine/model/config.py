@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from raydix.engine.core.errors import StartupError
-from raydix.engine.model.packed_weights import Packing
+from raydix.engine.model.packed_weights import Float8, Packing
 
 STORED_BITS = "stored_bits"  # key of `ModelConfig.stored_bits` in the `config.json` of a converted file
 
@@ -196,7 +196,7 @@ class ModelConfig:
     stored_bits: float | None = None
     """Of a weight, in memory and on average, if matrices are kept as a file of few bits has them; None: the model comes
     from no such file."""
-    packing: Packing | None = None
+    packing: Packing | Float8 | None = None
     """How the weights of the layers are packed, which are in few bits; None: they are not."""
     recurrent: RecurrentConfig | None = None
     own_names: tuple[tuple[str, str], ...] = ()

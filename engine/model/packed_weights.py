@@ -1,10 +1,12 @@
-"""Weights of 4 or 8 bits as AWQ, GPTQ and llm-compressor publish them: numbers packed into 32-bit words, each group of
-input features with a scale and a zero.
+"""Weights of 4 or 8 bits as others publish them: how their parts are named, shaped and read.
 
-The three store the same in different directions: w = scale * (number - zero). AWQ and GPTQ have in_features first.
+AWQ, GPTQ and llm-compressor pack numbers into 32-bit words, each group of input features with a scale and a zero. The
+three store the same in different directions: w = scale * (number - zero). AWQ and GPTQ have in_features first.
+
+In FP8 a weight is a matrix of floating-point numbers of eight bits, and has scales: one, or one for each row or block.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -24,6 +26,12 @@ SCALES = {"awq": "scales", "gptq": "scales", "compressed-tensors": "weight_scale
 NUMBERS = {"awq": "qweight", "gptq": "qweight", "compressed-tensors": "weight_packed"}
 # Parts that say again what follows from the configuration: the order of groups is the usual one, or refused.
 UNUSED = ("g_idx", "weight_shape", "weight_g_idx")
+FLOAT8 = "F8_E4M3"  # as safetensors name it
+FLOAT8_SCALES = ("weight_scale_inv", "weight_scale")  # a weight is multiplied by either
+# Scales of inputs, which such a checkpoint would also round to FP8, and which stay wider here.
+FLOAT8_UNUSED = ("input_scale", "activation_scale")
+Parts: TypeAlias = dict[str, tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]]
+"""Of each part of a weight the shapes and the dtypes that it may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +49,11 @@ class Packing:
 
     def weight_of(self, name: str) -> str:
         """The weight whose part a tensor of this name is; its own name, if it is none."""
-        module, _, part = name.rpartition(".")
-        parts = (NUMBERS[self.method], SCALES[self.method], ZEROS[self.method], *UNUSED)
-        return f"{module}.weight" if part in parts else name
+        return _weight_of(name, (NUMBERS[self.method], SCALES[self.method], ZEROS[self.method], *UNUSED))
+
+    def weights(self, dtypes: Mapping[str, str]) -> set[str]:
+        """The weights that are packed, of a checkpoint with tensors of these names and dtypes."""
+        return {self.weight_of(name) for name in dtypes} - dtypes.keys()
 
     def size(self, in_features: int) -> int:
         """Input features of a group in memory.
@@ -62,8 +72,9 @@ class Packing:
         # Of each group 48 bits: a scale and a least value in float16, and a byte for each of their factors.
         return self.bits + 48 / min(self.group_size or LONGEST, LONGEST)
 
-    def parts(self, weight: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-        """The tensors of a weight of this shape: of each the shape and the dtypes that it may have."""
+    def parts(self, weight: str, shape: tuple[int, ...], names: Container[str]) -> Parts:
+        """The tensors of a weight of this shape; raises StartupError as `size` does."""
+        self.size(shape[-1])
         module, (rows, columns), count = weight.removesuffix(".weight"), shape, WORD_BITS // self.bits
         groups = columns // (self.group_size or columns)
         # A word has numbers of neighbouring output features (AWQ), of input features (GPTQ), or of input features with
@@ -83,7 +94,7 @@ class Packing:
                 SCALES[self.method]: ((groups, rows), floats),
                 ZEROS[self.method]: ((groups, rows // count), words),
             }
-        return {f"{module}.{part}": of for part, of in found.items()}
+        return {f"{module}.{part}": ((wanted,), dtypes) for part, (wanted, dtypes) in found.items()}
 
     def read(self, read: Callable[[str], "Tensor"], weight: str, shape: tuple[int, ...]) -> "GroupedWeight":
         """A weight from its parts, which `read` gives by name.
@@ -132,6 +143,64 @@ class Packing:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """How the weights of a checkpoint in FP8 have their scales. They are widened, and so is what they multiply."""
+
+    block: tuple[int, int] | None
+    """Rows and columns with one scale; None: a scale for each row, or for the whole weight."""
+
+    def weight_of(self, name: str) -> str:
+        """The weight whose part a tensor of this name is; its own name, if it is none."""
+        return _weight_of(name, (*FLOAT8_SCALES, *FLOAT8_UNUSED))
+
+    def weights(self, dtypes: Mapping[str, str]) -> set[str]:
+        """The weights that are in FP8, of a checkpoint with tensors of these names and dtypes."""
+        return {name for name, dtype in dtypes.items() if dtype == FLOAT8}
+
+    def parts(self, weight: str, shape: tuple[int, ...], names: Container[str]) -> Parts:
+        """The tensors of a weight of this shape, in a checkpoint with these names; raises StartupError if it is no
+        matrix."""
+        if len(shape) != 2:
+            raise StartupError(f"{weight} is stored in FP8 with the shape {list(shape)}; raydix reads matrices so")
+        rows, columns = shape
+        if self.block is None:
+            scales: tuple[tuple[int, ...], ...] = ((), (1,), (rows, 1), (rows,))
+        else:
+            scales = ((-(-rows // self.block[0]), -(-columns // self.block[1])),)
+        return {weight: ((shape,), (FLOAT8,)), _scale_of(weight, names): (scales, ("F32", "BF16", "F16"))}
+
+    def widened(self, read: Callable[[str], "Tensor"], weight: str, names: Container[str]) -> "Tensor":
+        """A weight in bfloat16, from its parts, which `read` gives by name.
+
+        Raises:
+            StartupError: it has a scale that is not finite.
+        """
+        import torch
+
+        numbers = read(weight).float()
+        scales = read(_scale_of(weight, names)).float()
+        if not scales.isfinite().all():
+            raise StartupError(f"{weight} has scales that are not finite")
+        rows, columns = numbers.shape
+        if self.block is not None:
+            # The last block of rows, or of columns, may be one in part.
+            scales = scales.repeat_interleave(self.block[0], 0)[:rows].repeat_interleave(self.block[1], 1)[:, :columns]
+        elif scales.numel() == rows:
+            scales = scales.reshape(rows, 1)
+        return (numbers * scales).to(torch.bfloat16)
+
+
+def _weight_of(name: str, parts: tuple[str, ...]) -> str:
+    module, _, part = name.rpartition(".")
+    return f"{module}.weight" if part in parts else name
+
+
+def _scale_of(weight: str, names: Container[str]) -> str:
+    module = weight.removesuffix(".weight")
+    return next((of for part in FLOAT8_SCALES if (of := f"{module}.{part}") in names), f"{module}.{FLOAT8_SCALES[0]}")
+
+
 def unpacked(words: "Tensor", bits: int, dim: int, order: tuple[int, ...] | None = None) -> "Tensor":
     """The numbers of int32 `words` [a, b] along `dim`, as uint8; `order`: places of a word's numbers among them."""
     import torch
@@ -144,7 +213,7 @@ def unpacked(words: "Tensor", bits: int, dim: int, order: tuple[int, ...] | None
     return apart.flatten(1) if dim == 1 else apart.transpose(1, 2).reshape(-1, words.shape[1])
 
 
-def packing_of(quantized: Mapping[str, Any]) -> Packing:
+def packing_of(quantized: Mapping[str, Any]) -> Packing | Float8:
     """How a checkpoint with this `quantization_config` is packed.
 
     Raises:
@@ -158,6 +227,8 @@ def packing_of(quantized: Mapping[str, Any]) -> Packing:
             return _gptq(quantized)
         if method == "compressed-tensors":
             return _compressed(quantized)
+        if method == "fp8":
+            return _float8(quantized)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StartupError(f"quantization_config of {method} has an unusable value: {error}") from error
     raise _refused(method)
@@ -182,8 +253,10 @@ def _gptq(quantized: Mapping[str, Any]) -> Packing:
     return Packing("gptq", bits, _group_size(quantized["group_size"]), zero_offset=int(form == "gptq"))
 
 
-def _compressed(quantized: Mapping[str, Any]) -> Packing:
+def _compressed(quantized: Mapping[str, Any]) -> Packing | Float8:
     form, groups = quantized.get("format"), list(quantized["config_groups"].values())
+    if form == "float-quantized":
+        return _compressed_float8([group["weights"] for group in groups])
     if form != "pack-quantized" or len(groups) != 1 or groups[0].get("input_activations"):
         raise _refused(f"compressed-tensors, {form}")
     weights = groups[0]["weights"]
@@ -192,6 +265,28 @@ def _compressed(quantized: Mapping[str, Any]) -> Packing:
         raise _refused(f"compressed-tensors, {weights['type']} in {bits} bits, order {weights.get('actorder')}")
     group_size = _group_size(weights.get("group_size") or -1)
     return Packing("compressed-tensors", bits, group_size, has_zeros=not weights.get("symmetric", True))
+
+
+def _compressed_float8(groups: list[Mapping[str, Any]]) -> Float8:
+    blocks = {_block(group.get("block_structure")) for group in groups}
+    if {(group["type"], int(group["num_bits"])) for group in groups} != {("float", 8)} or len(blocks) != 1:
+        raise _refused("compressed-tensors, float-quantized in other forms than one of 8 bits")
+    return Float8(blocks.pop())
+
+
+def _float8(quantized: Mapping[str, Any]) -> Float8:
+    if (fmt := quantized.get("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise _refused(f"fp8 as {fmt}")
+    return Float8(_block(quantized.get("weight_block_size")))
+
+
+def _block(stated: Any) -> tuple[int, int] | None:
+    if stated is None:
+        return None
+    rows, columns = map(int, stated)
+    if min(rows, columns) < 1:
+        raise ValueError(f"blocks of {rows} x {columns}")
+    return rows, columns
 
 
 def _group_size(stated: object) -> int | None:
@@ -204,5 +299,5 @@ def _group_size(stated: object) -> int | None:
 def _refused(how: str) -> StartupError:
     return StartupError(
         f"the model's weights are quantised ({how}); raydix reads bfloat16, float16 and float32 weights, GGUF files, "
-        "and AWQ, GPTQ and compressed-tensors in 4 or 8 bits: use such a checkpoint"
+        "AWQ, GPTQ and compressed-tensors in 4 or 8 bits, and FP8 (E4M3): use such a checkpoint"
     )

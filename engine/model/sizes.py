@@ -280,11 +280,12 @@ def _is_kept(name: str, config: ModelConfig) -> bool:
 
 
 def _is_redundant(name: str) -> bool:
-    """Tensors that old or tied checkpoints carry and that follow from others, and layers that only draft (`mtp`)."""
+    """Tensors that old or tied checkpoints carry and that follow from others, layers that only draft (`mtp`), and
+    scales of a cache in FP8."""
     return (
         name == "lm_head.weight"
         or name.startswith("mtp.")
-        or name.endswith(("rotary_emb.inv_freq", "self_attn.masked_bias"))
+        or name.endswith(("rotary_emb.inv_freq", "self_attn.masked_bias", ".k_scale", ".v_scale"))
     )
 
 

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import ModelConfig
 from raydix.engine.model.gguf_blocks import KINDS, grouped
+from raydix.engine.model.packed_weights import Float8, Packing
 from raydix.engine.model.sizes import BLOCKS, SCALES, as_stored, check_names, expected_shapes
 from raydix.engine.model.stored_tensors import StoredTensor, read_headers
 from raydix.kernels.linear import GroupedWeight
@@ -58,18 +59,19 @@ class Checkpoint:
         # Shapes of the weights that are stored in several parts, packed.
         self._packed = _packed_shapes(self._stored, self.config)
         self._open_files: dict[Path, Any] = {}
-        _check(self._stored, self._kinds, self.config, folder)
+        _check(self._stored, self._kinds, self._packed, self.config, folder)
 
     def tensor(self, name: str) -> Tensor:
         """Return the named tensor, as stored, or widened to bfloat16 if it is stored in blocks of few bits."""
+        if name in self._packed and isinstance(packing := self.config.packing, Float8):
+            return packing.widened(self._read, name, self._stored)
         weight = self.grouped(name)
         return self._read(name) if weight is None else weight.widened().to(torch.bfloat16)
 
     def grouped(self, name: str) -> GroupedWeight | None:
         """Return the named weight, if it is stored in blocks of few bits."""
-        if name in self._packed:
-            assert self.config.packing is not None
-            return self.config.packing.read(self._read, name, self._packed[name])
+        if name in self._packed and isinstance(packing := self.config.packing, Packing):
+            return packing.read(self._read, name, self._packed[name])
         kind = self._kinds.get(name)
         return None if kind is None else grouped(self._read(name), kind)
 
@@ -121,26 +123,32 @@ def _packed_shapes(stored: Mapping[str, StoredTensor], config: ModelConfig) -> d
     packed: dict[str, tuple[int, ...]] = {}
     if config.packing is None:
         return packed
-    names = {config.packing.weight_of(name) for name in stored} - stored.keys()
+    names = config.packing.weights({name: tensor.dtype for name, tensor in stored.items()})
     for name, shape in expected_shapes(config).items():
         if name not in names:
             continue
-        config.packing.size(shape[-1])
-        for part, (wanted, dtypes) in config.packing.parts(name, shape).items():
+        for part, (shapes, dtypes) in config.packing.parts(name, shape, stored).items():
             found = stored.get(part)
-            if found is None or found.shape != wanted or found.dtype not in dtypes:
+            if found is None or found.shape not in shapes or found.dtype not in dtypes:
                 has = "is missing" if found is None else f"is {found.dtype} {list(found.shape)}"
-                raise StartupError(f"{part} {has}; it should be {' or '.join(dtypes)} {list(wanted)}")
+                wanted = " or ".join(str(list(of)) for of in shapes)
+                raise StartupError(f"{part} {has}; it should be {' or '.join(dtypes)} {wanted}")
         packed[name] = shape
     return packed
 
 
-def _check(stored: Mapping[str, StoredTensor], kinds: Mapping[str, str], config: ModelConfig, folder: Path) -> None:
+def _check(
+    stored: Mapping[str, StoredTensor],
+    kinds: Mapping[str, str],
+    packed: Container[str],
+    config: ModelConfig,
+    folder: Path,
+) -> None:
     check_names(stored, config, str(folder))
     expected = expected_shapes(config)
     for name, shape in expected.items():
-        if name not in stored:
-            continue  # packed in several parts, whose shapes have been checked
+        if name in packed:
+            continue  # in several parts, whose shapes have been checked
         tensor = stored[name]
         if kind := KINDS.get(kinds.get(name, "")):
             shape = (*shape[:-1], shape[-1] // kind.num_weights * kind.num_bytes)

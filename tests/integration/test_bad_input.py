@@ -86,7 +86,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str | None, str]] = [
     (COMPLETIONS, completion(min_tokens=3), "min_tokens", "must be at most max_tokens (2)"),
     (COMPLETIONS, completion(logprobs=21), "logprobs", "must be at most 20"),
     (COMPLETIONS, completion(prompt_logprobs=21), "prompt_logprobs", "must be at most 20"),
-    (COMPLETIONS, completion(prompt_logprobs=-1), "prompt_logprobs", "must be at least 0"),
+    (COMPLETIONS, completion(prompt_logprobs=-2), "prompt_logprobs", "must be at least -1"),
     (CHAT, chat(prompt_logprobs=True), "prompt_logprobs", "must be an integer"),
     (CHAT, chat(prompt_logprobs=1, stream=True), "prompt_logprobs", "when 'stream' is false"),
     (COMPLETIONS, completion(echo="yes"), "echo", "must be true or false"),

@@ -113,6 +113,88 @@ def write(case: str, folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+BLOCK = (48, 80)  # neither the rows nor the columns of any weight are whole blocks
+FLOAT8: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "blocks": ("weight_scale_inv", "block", {"quant_method": "fp8", "weight_block_size": [*BLOCK]}),
+    "one scale": ("weight_scale", "tensor", {"quant_method": "fp8", "activation_scheme": "static"}),
+    "one scale of another name": ("weight_scale_inv", "tensor", {"quant_method": "fp8", "weight_block_size": None}),
+    "rows": ("weight_scale", "channel", {**llm_compressor(8, type="float"), "format": "float-quantized"}),
+    "blocks of llm-compressor": (
+        *("weight_scale", "block"),
+        {**llm_compressor(8, type="float", block_structure=[*BLOCK]), "format": "float-quantized"},
+    ),
+}
+
+
+def write_float8(case: str, folder: Path) -> dict[str, Tensor]:
+    """Write a random model in FP8, all but one of its matrices; returns the weights by the formats' rule."""
+    part, strategy, quantized = FLOAT8[case]
+    with quiet_transformers():
+        import transformers
+
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+    tensors, stored = load_file(folder / "model.safetensors"), {}
+    for name, tensor in list(tensors.items()):
+        stored[name] = tensor
+        if ".layers." not in name or tensor.dim() == 1 or name.endswith("0.mlp.down_proj.weight"):
+            continue
+        height, width = {"block": BLOCK, "channel": (1, tensor.shape[1]), "tensor": tensor.shape}[strategy]
+        scales = torch.rand(-(-tensor.shape[0] // height), -(-tensor.shape[1] // width)) + 0.5
+        numbers = (tensor * 100).to(torch.float8_e4m3fn)
+        value = numbers.float()
+        for row in range(scales.shape[0]):
+            for column in range(scales.shape[1]):
+                value[row * height : (row + 1) * height, column * width : (column + 1) * width] *= scales[row, column]
+        module = name.removesuffix(".weight")
+        stored |= {name: numbers, f"{module}.{part}": scales[0, 0] if strategy == "tensor" else scales}
+        stored[f"{module}.input_scale"] = torch.ones(1)
+        tensors[name] = value.bfloat16()
+    stored["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
+    return tensors
+
+
+@pytest.mark.parametrize("case", FLOAT8)
+def test_fp8_is_widened(case: str, tmp_path: Path) -> None:
+    tensors = write_float8(case, tmp_path)
+    checkpoint = Checkpoint(tmp_path, read_config(tmp_path))
+    for name, tensor in tensors.items():
+        assert torch.equal(checkpoint.tensor(name), tensor), name
+        assert checkpoint.grouped(name) is None
+    folder = tmp_path / "wide"
+    folder.mkdir()
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    own, other = (logits_in_chunks(Decoder.from_folder(of), list(range(3, 43)), 16) for of in (tmp_path, folder))
+    assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize(
+    ("part", "becomes", "says"),
+    [
+        ("weight_scale_inv", None, r"layers\.1\.mlp\.up_proj\.weight_scale_inv is missing"),
+        ("weight_scale_inv", torch.ones(6, 3), r"weight_scale_inv is F32 \[6, 3\]; it should be .* \[6, 2\]"),
+        ("weight_scale_inv", torch.full((6, 2), torch.inf), "scales that are not finite"),
+        ("weight", torch.ones(128, 256).to(torch.float8_e4m3fn), r"weight is F8_E4M3 \[128, 256\]; it should be"),
+        ("weight", torch.ones(256, 128).to(torch.float8_e5m2), "is stored as F8_E5M2; raydix reads"),
+    ],
+)
+def test_a_damaged_part_of_fp8_is_named(part: str, becomes: Tensor | None, says: str, tmp_path: Path) -> None:
+    write_float8("blocks", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = f"model.layers.1.mlp.up_proj.{part}"
+    del tensors[name]
+    if becomes is not None:
+        tensors[name] = becomes
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(StartupError, match=says):
+        Checkpoint(tmp_path, read_config(tmp_path)).tensor("model.layers.1.mlp.up_proj.weight")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_weight_has_its_value(case: str, tmp_path: Path) -> None:
     tensors = write(case, tmp_path)
@@ -151,7 +233,11 @@ def test_weights_are_widened_or_kept(case: str, tmp_path: Path) -> None:
         ({"quant_method": "gptq", "group_size": "wide"}, "unusable value"),
         ({"group_size": 0}, "unusable value: a group_size of 0"),
         ({"group_size": -2}, "unusable value: a group_size of -2"),
-        ({"quant_method": "fp8"}, r"quantised \(fp8\)"),
+        ({"quant_method": "bitsandbytes"}, r"quantised \(bitsandbytes\)"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 as e5m2"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "unusable value"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "unusable value: blocks of 128 x 0"),
+        ({**llm_compressor(4, type="float"), "format": "float-quantized"}, "float-quantized in other forms"),
         (llm_compressor(4, actorder="group"), "order group"),
         ({**llm_compressor(4), "format": "nvfp4-pack-quantized"}, "nvfp4"),
         ({**llm_compressor(4), "config_groups": {}}, "compressed-tensors"),
