@@ -184,8 +184,10 @@ class ActorHost:
         with contextlib.suppress(RayError, TimeoutError, AttributeError):  # away, silent, or of older code
             manager = await find_manager(self._app_name)
             if manager is not None:
-                await answer(manager.children_hung(self._kind, self._num_uncounted), ASK_TIMEOUT_S)
-                self._num_uncounted = 0
+                number = self._num_uncounted
+                await answer(manager.children_hung(self._kind, number), ASK_TIMEOUT_S)
+                # Another child may have hung meanwhile.
+                self._num_uncounted -= number
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve where the number of replicas follows the load; empty while no manager can say."""
