@@ -99,7 +99,7 @@ class ModelSection(Section):
         "default think where the chat template has these tags.",
     )
     effort_tokens: Annotated[dict[LimitedEffort, ReasoningTokens], Effect.INGRESS] = Field(
-        default_factory=lambda: dict(EFFORT_TOKENS),
+        default=dict(EFFORT_TOKENS),
         description="Most tokens of reasoning by effort, for models whose chat template does not tell efforts apart. "
         "An effort without a limit is as much as the model likes; {} for no limits.",
     )

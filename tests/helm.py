@@ -135,11 +135,13 @@ def _plain(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
     for key, value in schema.items():
         if key == "properties":
             plain[key] = {name: _plain(each, root) for name, each in value.items()}
-        elif isinstance(value, dict) and key != "$defs":
+        elif key in ("$defs", "title", "description", "default"):
+            continue
+        elif isinstance(value, dict):
             plain[key] = _plain(value, root)
         elif key == "anyOf":
             plain[key] = [_plain(each, root) for each in value]
-        elif key not in ("$defs", "title", "description", "default"):
+        else:
             plain[key] = value
     if "off" in plain.get("enum", ()):
         plain = {"enum": [*plain["enum"], False]}

@@ -114,6 +114,17 @@ def test_every_field_has_a_sentence(section: type[BaseModel]) -> None:
         assert field.description and field.description.endswith("."), name
 
 
+@pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
+def test_the_documents_show_every_default(section: type[BaseModel]) -> None:
+    """The tables of keys are made of the schema, which has no default that a function makes."""
+    described = section.model_json_schema()["properties"]
+    for name, field in section.model_fields.items():
+        value = field.get_default(call_default_factory=True)
+        # Sections have tables of their own, and an empty mapping is shown as empty.
+        if not field.is_required() and not isinstance(value, BaseModel) and value != {}:
+            assert "default" in described[name], name
+
+
 def test_defaults_are_within_their_own_bounds(tmp_path: Path) -> None:
     config = load(tmp_path, MIXED)
     assert Config.model_validate(config.model_dump()) == config
