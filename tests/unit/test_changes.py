@@ -44,6 +44,7 @@ CHANGED: dict[str, Any] = {
     "model.reasoning_parser": "think",
     "model.pooling": "last",
     "model.volatile_lines": ["x-date:"],
+    "model.effort_tokens": {"low": 100},
     "model.adapters": {"sql": "/adapters/sql"},
     "model.adapter_folders": ["/adapters"],
     "http.unknown_fields": "ignore",

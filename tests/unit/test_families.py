@@ -98,7 +98,7 @@ def test_sizes_of_families_go_up(name: str) -> None:
         ({"rope_parameters": {"rope_type": "own"}}, "the rope type 'own' is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "linear"}}, "lacks the key 'factor'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"weights are quantised \(fp8\)"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, r"weights are quantised \(bitsandbytes\)"),
     ],
 )
 def test_settings_that_cannot_be_used_are_named(changes: dict[str, Any], says: str) -> None:
@@ -261,8 +261,8 @@ def test_gpt_oss_reads_mxfp4_and_no_other_activation() -> None:
     assert plain.experts is not None and plain.experts.stored == "transposed"
     assert plain.layer_windows == (128, None, 128, None)
     assert plain.rope.scaling is not None and plain.rope.scaling["truncate"] is False
-    with pytest.raises(StartupError, match=r"weights are quantised \(fp8\)"):
-        config_of({**SMALL, "model_type": "gpt_oss", "quantization_config": {"quant_method": "fp8"}})
+    with pytest.raises(StartupError, match=r"weights are quantised \(quark\)"):
+        config_of({**SMALL, "model_type": "gpt_oss", "quantization_config": {"quant_method": "quark"}})
     with pytest.raises(StartupError, match="swiglu_limit"):
         config_of({**SMALL, "model_type": "gpt_oss", "swiglu_limit": 5.0})
 

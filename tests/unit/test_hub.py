@@ -134,7 +134,7 @@ INDEX = json.dumps({"weight_map": {"model.embed_tokens.weight": "a", "model.laye
             {},
             "the model architecture MambaForCausalLM is not supported: raydix lacks layers with a recurrent state",
         ),
-        ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, {}, "the model's weights are quantised (fp8)"),
+        ({**LLAMA, "quantization_config": {"quant_method": "quark"}}, {}, "the model's weights are quantised (quark)"),
         (HUGE, {}, "the model does not fit: a "),
         (
             LLAMA,
