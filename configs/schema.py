@@ -101,7 +101,7 @@ class ModelSection(Section):
     effort_tokens: Annotated[dict[LimitedEffort, ReasoningTokens], Effect.INGRESS] = Field(
         default=dict(EFFORT_TOKENS),
         description="Most tokens of reasoning by effort, for models whose chat template does not tell efforts apart. "
-        "An effort without a limit is as much as the model likes; {} for no limits.",
+        "An effort from high on is as much as the model likes; a chat's below it is refused without a limit.",
     )
     pooling: Annotated[Literal["mean", "last"], Effect.INGRESS] = Field(
         default="mean",

@@ -65,7 +65,8 @@ def with_effort(
     arguments = effort_arguments(effort, template)
     # A client's own arguments go before those made of the effort.
     spec = replace(spec, template=replace(spec.template, arguments={**arguments, **spec.template.arguments}))
-    if effort == "none" or "reasoning_effort" in arguments:
+    # Without reasoning there is none, as the client asks.
+    if "reasoning_effort" in arguments or (effort == "none" and (arguments or not has_reasoning)):
         return spec
 
     # A limit that the request itself gives goes before that of the effort.
@@ -76,12 +77,12 @@ def with_effort(
         return replace(spec, reasoning=reasoning, applied=(*spec.applied, applied))
     if arguments:
         return spec
-    if not has_reasoning or asked.is_hint or asked.max_tokens is not None or effort in FULL_EFFORTS:
+    if not has_reasoning or asked.is_hint or asked.max_tokens is not None or effort in (*FULL_EFFORTS, "none"):
         ignored = spec.ignored if asked.param in spec.ignored else (*spec.ignored, asked.param)
         return replace(spec, ignored=ignored)
     raise RequestError(
-        f"'{asked.param}' of '{effort}' is not supported: the chat template of this model does not know it, and its "
-        "reasoning cannot be limited.",
+        f"'{asked.param}' of '{effort}' is not supported: the chat template of this model does not know it, and no "
+        "limit of tokens stands for it.",
         param=asked.param,
     )
 

@@ -71,7 +71,8 @@ class Reader:
         self._lengths = TextLengths(tokenizer, facts.model.max_model_len)
         table = tokenizer.token_bytes(skip_special_tokens=False) if facts.has_reasoning else None
         self._tag_pieces = tag_pieces(table or (), [tag.encode() for tag in REASONING_TAGS])
-        self._effort_tokens = facts.effort_tokens if self._can_limit() else {}
+        # Where the template has no switch, no reasoning is reasoning that ends at once.
+        self._effort_tokens = {"none": 0, **facts.effort_tokens} if self._can_limit() else {}
 
     def answer(self, request: Work) -> "Reading | list[Reading] | TokenIds | bytes | Grammar":
         """Return the outcome of `read`, `read_all`, `next_turn`, `check`, `tokenize` or `detokenize` for this request;

@@ -207,14 +207,15 @@ def test_an_effort_is_a_variable_of_the_template() -> None:
     assert effort_arguments("none", "") == {}
 
 
+LIMITS = {"none": 0, "low": 9}
 ON, LEVELS, NEITHER = "{{ enable_thinking }}", "{{ reasoning_effort }}", ""
 
 
 def settled(template: str, *, has_reasoning: bool = True, **asked: Any) -> GenerationSpec:
-    """A chat's request once its effort acts, where `low` has a limit of 9 tokens, and nothing else has one."""
+    """A chat's request once its effort acts, by the limits of `LIMITS`."""
     spec = GenerationSpec(kind="chat", reasoning=ReasoningUse(**asked))
-    found = with_effort(spec, template, {"low": 9}, has_reasoning=has_reasoning)
-    assert with_effort(found, template, {"low": 9}, has_reasoning=has_reasoning) == found, "it may be read once more"
+    found = with_effort(spec, template, LIMITS, has_reasoning=has_reasoning)
+    assert with_effort(found, template, LIMITS, has_reasoning=has_reasoning) == found, "it may be read once more"
     return found
 
 
@@ -225,7 +226,9 @@ def settled(template: str, *, has_reasoning: bool = True, **asked: Any) -> Gener
         (ON, {"effort": "low"}, 9, (), ("reasoning_effort:thinking_token_budget:9",)),
         (NEITHER, {"effort": "low"}, 9, (), ("reasoning_effort:thinking_token_budget:9",)),
         (NEITHER, {"effort": "low", "param": "x", "is_hint": True}, 9, (), ("x:thinking_token_budget:9",)),
-        (NEITHER, {"effort": "none"}, None, (), ()),
+        (NEITHER, {"effort": "none"}, 0, (), ("reasoning_effort:thinking_token_budget:0",)),
+        (ON, {"effort": "none"}, None, (), ()),
+        (LEVELS, {"effort": "none"}, None, (), ()),
         (NEITHER, {"effort": None}, None, (), ()),
         (ON, {"effort": "high"}, None, (), ()),
         (NEITHER, {"effort": "high"}, None, ("reasoning_effort",), ()),
@@ -247,6 +250,8 @@ def test_an_effort_of_a_model_without_reasoning_has_no_effect() -> None:
     for effort in ("low", "medium", "high"):
         found = settled(NEITHER, has_reasoning=False, effort=effort)
         assert (found.reasoning.max_tokens, found.ignored) == (None, ("reasoning_effort",))
+    found = settled(NEITHER, has_reasoning=False, effort="none")
+    assert (found.reasoning.max_tokens, found.ignored) == (None, ()), "it is as the client asks"
     told = settled(LEVELS, has_reasoning=False, effort="high")
     assert told.template.arguments == {"reasoning_effort": "high"}, "a template that asks is told in any case"
 
