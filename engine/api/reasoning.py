@@ -54,8 +54,9 @@ def with_effort(
     """Have a chat's effort act by the variables of its `template`, and where these do not tell efforts apart by a limit
     of the reasoning's tokens, which `limits` has by effort.
 
-    An effort that nothing acts on is named among the fields without effect: of a model without reasoning, or a hint, or
-    as much as the model likes. Raises RequestError for another one.
+    An effort that nothing acts on is named among the fields without effect if it is a hint, `none`, or one of
+    `FULL_EFFORTS`, or if the model has no reasoning or the request has a limit of its own; `none` of a model without
+    reasoning is not named. Raises RequestError for any other effort.
     """
     asked = spec.reasoning
     effort = asked.effort

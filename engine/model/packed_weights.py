@@ -145,7 +145,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Float8:
-    """How the weights of a checkpoint in FP8 have their scales. They are widened, and so is what they multiply."""
+    """How a checkpoint in FP8 has the scales of its weights. The weights are widened, and their inputs stay wide."""
 
     block: tuple[int, int] | None
     """Rows and columns with one scale; None: a scale for each row, or for the whole weight."""
@@ -162,7 +162,7 @@ class Float8:
         """The tensors of a weight of this shape, in a checkpoint with these names; raises StartupError if it is no
         matrix."""
         if len(shape) != 2:
-            raise StartupError(f"{weight} is stored in FP8 with the shape {list(shape)}; raydix reads matrices so")
+            raise StartupError(f"{weight} is in FP8 with the shape {list(shape)}; raydix reads only matrices so")
         rows, columns = shape
         if self.block is None:
             scales: tuple[tuple[int, ...], ...] = ((), (1,), (rows, 1), (rows,))

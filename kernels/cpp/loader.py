@@ -97,7 +97,7 @@ def is_at_hand() -> bool:
 def _announced_set() -> str | None:
     """The best of `INSTRUCTION_SETS` by Linux's list of what the CPU has; None if there is no list."""
     if INSTRUCTION_SETS is not X86:
-        return next(iter(INSTRUCTION_SETS))
+        return instruction_set()  # which needs no torch there
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
