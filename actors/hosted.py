@@ -4,7 +4,6 @@
 replaced after a change has the changed values, too.
 """
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
@@ -40,6 +39,7 @@ from raydix.configs.settings import (
 )
 from raydix.configs.tenants import TenantsFile
 from raydix.engine.core.types import Role
+from raydix.engine.model.host import num_cores
 
 MAX_CONCURRENT_CALLS = 10_000
 
@@ -167,7 +167,7 @@ class HostedWorker(Hosted):
         )
         settings, runtime = settings_of(self._arguments, self._live), RayRuntime(self._app_name)
         # The cores that this process may use, not those of the machine: containers and `taskset` have fewer.
-        num_threads = section.num_threads or len(os.sched_getaffinity(0))
+        num_threads = section.num_threads or num_cores()
         handle = actor.remote(settings, self._role, self.actor_id, epoch, runtime, self.logs, num_threads=num_threads)
         return WorkerClient(handle)
 

@@ -5,7 +5,6 @@ There is nothing to fail over to: the server lives and dies as one.
 """
 
 import asyncio
-import os
 import threading
 import time
 
@@ -24,6 +23,7 @@ from raydix.configs.settings import engine_settings, manager_settings
 from raydix.configs.tenants import TenantsFile
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.types import Role
+from raydix.engine.model.host import num_cores
 
 REGISTER_POLL_S = 0.005  # interval between two looks whether the worker has registered
 
@@ -69,7 +69,7 @@ class OneProcess:
             epoch,
             runtime,
             config.logging,
-            num_threads=self._section.num_threads or len(os.sched_getaffinity(0)),
+            num_threads=self._section.num_threads or num_cores(),
             on_tensor=self._go_on,
         )
         self._worker = worker

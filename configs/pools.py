@@ -25,7 +25,11 @@ class WorkerSection(Section):
         default=64, ge=1, le=4096, description="Requests that run at the same time."
     )
     num_threads: Annotated[int, Effect.ROLE] = Field(
-        default=0, ge=0, le=1024, description="Threads for matrix products; 0: all cores."
+        default=0,
+        ge=0,
+        le=1024,
+        description="Threads for matrix products; 0: one for each core that the process may use, and no more than the "
+        "quota of its container.",
     )
     device: Annotated[Literal["auto", "cpu", "cuda"], Effect.ROLE] = Field(
         default="auto", description="Where the model runs."

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from raydix.engine.model.host_memory import host_memory
+from raydix.engine.model.host import host_memory
 
 SHARE = 0.9  # share of a GPU's memory that may be used
 # Share of a node's free memory that a worker on a CPU takes where no launcher has planned: others may do the same.

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Self
 from raydix.engine.api.spec import GenerationSpec
 from raydix.engine.core.errors import OverloadedError, RaydixError, RequestError, ServiceError
 from raydix.engine.core.types import Grammar
+from raydix.engine.model.host import num_cores
 from raydix.engine.model.tokenizer import Tokenizer
 from raydix.engine.serving import confinement, reader_process
 from raydix.engine.serving.reader_process import READ_S
@@ -75,9 +76,9 @@ MAX_VALID_CHARS = 16 << 20  # characters of all valid grammars that are remember
 SHORT_BYTES = 4096
 
 
-def default_processes(num_cores: int | None) -> int:
+def default_processes(cores: int) -> int:
     """Number of processes where the configuration names none: one for every two cores, and at least two."""
-    return min(max(2, (num_cores or 1) // 2), MAX_DEFAULT_PROCESSES)
+    return min(max(2, cores // 2), MAX_DEFAULT_PROCESSES)
 
 
 def size_of(spec: GenerationSpec) -> int:
@@ -105,7 +106,7 @@ class RequestReader:
         self._facts = facts
         self._reader = Reader(facts, tokenizer)
         self._max_waiting_bytes = max_waiting_bytes
-        self._num_processes = num_processes or default_processes(os.cpu_count())
+        self._num_processes = num_processes or default_processes(num_cores())
         self._turn = asyncio.Lock()  # held while a short request is read
         # Grammars in canonical form, by the digests of what clients wrote, oldest first.
         self._valid_grammars: dict[bytes, Grammar] = {}
@@ -119,7 +120,7 @@ class RequestReader:
     def limit(self, max_waiting_bytes: int, num_processes: int | None = None) -> None:
         """Take other limits; above a lower one the largest requests that wait are refused, and processes end behind the
         requests that they read."""
-        self._readers.limit(max_waiting_bytes, num_processes or default_processes(os.cpu_count()))
+        self._readers.limit(max_waiting_bytes, num_processes or default_processes(num_cores()))
 
     @property
     def load(self) -> "ReaderLoad":

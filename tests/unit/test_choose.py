@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from raydix.cli.cluster import free_port
-from raydix.cli.machine import num_cores, this_machine
+from raydix.cli.machine import this_machine
 from raydix.configs import load_config
 from raydix.configs.choose import Machine, choose
 from raydix.engine.core.settings import GIB
+from raydix.engine.model.host import num_cores
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -48,14 +49,27 @@ def test_each_machine_gets_what_suits_it_and_hears_why(machine: Machine, config:
         ("100000 100000\n", 1),
         ("50000 100000\n", 1),
         ("99900000 100000\n", None),
+        ("0 0\n", None),
         ("nonsense", None),
     ],
 )
 def test_a_container_has_the_cores_of_its_quota(tmp_path: Path, limit: str, expected: int | None) -> None:
-    (tmp_path / "cpu.max").write_text(limit)
     without = num_cores(tmp_path / "nowhere")
     assert without >= 1
-    assert num_cores(tmp_path) == (expected or without)
+    own = tmp_path / "own"
+    own.write_text("0::/pod/mine\n4:cpu,cpuacct:/pod/mine\n")
+    (tmp_path / "second" / "pod" / "mine").mkdir(parents=True)
+    # A quota of a group around this one holds, too.
+    (tmp_path / "second" / "pod" / "cpu.max").write_text(limit)
+    assert num_cores(tmp_path / "second", own) == (expected or without)
+    assert this_machine(tmp_path / "second", own).num_cores == (expected or without)
+
+    folder = tmp_path / "first" / "cpu" / "pod" / "mine"
+    folder.mkdir(parents=True)
+    quota, period = limit.replace("max", "-1").split() if " " in limit else (limit, "100000")  # as version 1 says it
+    (folder / "cpu.cfs_quota_us").write_text(quota)
+    (folder / "cpu.cfs_period_us").write_text(period)
+    assert num_cores(tmp_path / "first", own) == (expected or without)
 
 
 def test_a_container_has_the_memory_of_its_limit(tmp_path: Path) -> None:

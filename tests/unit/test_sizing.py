@@ -29,7 +29,7 @@ from raydix.engine.model.config import ModelConfig
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.device_memory import SHARE, measured_pool_bytes
 from raydix.engine.model.families import config_of
-from raydix.engine.model.host_memory import host_memory
+from raydix.engine.model.host import host_memory
 from raydix.engine.model.sizes import kv_block_bytes, pair_share, state_bytes, step_bytes, weight_bytes
 from raydix.engine.model.weights import RandomTensors
 

@@ -1,7 +1,7 @@
-"""Memory of this machine, or of the container around this process: a limit counts as the machine's memory."""
+"""Memory and cores of this machine, or of the container around this process: a limit counts as the machine's."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +38,38 @@ def _whole() -> tuple[float, float]:
         return total, total
 
 
+def num_cores(cgroup: Path = CGROUP, own_group: Path = OWN_GROUP) -> int:
+    """Cores that this process may use: those that it may run on, or fewer where its control group has a quota of their
+    time. More threads than the quota would all stand still once it is spent, in the middle of a step."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([allowed, *(int(quota) for quota in _quotas(cgroup, own_group))]))
+
+
+def _quotas(cgroup: Path, own_group: Path) -> Iterator[float]:
+    """Seconds of processor time in a second, of this process's control group and of those around it, where limited."""
+    for folder in _folders(cgroup, own_group, ""):
+        yield from _ratio(_words(folder / "cpu.max"))
+    for folder in _folders(cgroup / "cpu", own_group, "cpu"):
+        yield from _ratio(_words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us"))
+
+
+def _ratio(words: Sequence[str]) -> Iterator[float]:
+    """Quota and period; without a limit the quota is `max` or, in version 1, negative."""
+    try:
+        quota, period = map(float, words)
+    except ValueError:  # none, or not two numbers
+        return
+    if quota > 0 and period > 0:
+        yield quota / period
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
 def _limits(cgroup: Path, own_group: Path) -> Iterator[tuple[float, float]]:
     """Limits of memory and what is used of each, in bytes: of this process's control group and of those around it, in
     version 2 and in version 1. In a container the group is mounted as the root."""
@@ -49,22 +81,25 @@ def _limits(cgroup: Path, own_group: Path) -> Iterator[tuple[float, float]]:
 
 
 def _groups(cgroup: Path, own_group: Path) -> Iterator[tuple[Path, str, str, str]]:
+    for folder in _folders(cgroup, own_group, ""):
+        yield folder, "memory.max", "memory.current", "inactive_file"
+    for folder in _folders(cgroup / "memory", own_group, "memory"):
+        yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+
+
+def _folders(root: Path, own_group: Path, kind: str) -> set[Path]:
+    """Folders of this process's control group and of those around it, up to `root`. `kind`: a controller of version 1,
+    each of which has groups of its own; empty for version 2."""
     try:
         lines = [line.split(":", 2) for line in own_group.read_text().splitlines()]
     except OSError:
         lines = []
-    second = {"/", *(path for number, _, path in lines if number == "0")}
-    first = {"/", *(path for _, kinds, path in lines if "memory" in kinds.split(","))}
-    for root, paths, names in (
-        (cgroup, second, ("memory.max", "memory.current", "inactive_file")),
-        (cgroup / "memory", first, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
-    ):
-        folders = {root}
-        for path in paths:
+    folders = {root}
+    for _, kinds, path in lines:
+        if kind in kinds.split(","):
             own = root / path.lstrip("/")
             folders |= {own, *(parent for parent in own.parents if root in parent.parents)}
-        for folder in folders:
-            yield folder, *names
+    return folders
 
 
 def _statistic(path: Path, name: str) -> float:
