@@ -49,10 +49,8 @@ def room(machine: Machine) -> tuple[float, tuple[str, ...]]:
 
 def _row(family: Family, machine: Machine, room_gib: float, kinds: Sequence[str]) -> tuple[str, ...]:
     """The family's sizes, each under the first kind of weights with which it fits."""
-    if machine.large_gpus_gib and family.has_experts:
-        return (family.title, *("" for _ in kinds), "experts run on CPUs only")
-    if machine.large_gpus_gib and family.is_recurrent:
-        return (family.title, *("" for _ in kinds), "recurrent layers run on CPUs only")
+    if machine.large_gpus_gib and family.cpu_only is not None:
+        return (family.title, *("" for _ in kinds), f"{family.cpu_only} run on CPUs only")
     rest, cells = dict(family.sizes), []
     for kind in kinds:
         fitting = [name for name, billions in rest.items() if billions * 1e9 * BYTES[kind] / GIB <= room_gib]

@@ -139,6 +139,16 @@ class RecurrentConfig:
         return self.channels if self.delta is None else self.delta.values
 
 
+@dataclass(frozen=True, slots=True)
+class KVHeads:
+    """The keys and values of one layer."""
+
+    num: int
+    """Heads of keys, and of values."""
+    dim: int
+    """Dimensions of a head, queries' too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A Llama-like decoder: attention over grouped heads and a gated MLP, with norms before or after each."""
@@ -192,6 +202,22 @@ class ModelConfig:
     attention_gate: bool = False
     """The q projection gives each head a gate, too, behind its query: what attention gives is multiplied by the gate's
     sigmoid (Qwen 3.5)."""
+    unlimited_heads: KVHeads | None = None
+    """Heads of the layers without a window; None: they are those of every layer (Gemma 4 has others)."""
+    keys_as_values: bool = False
+    """In layers without a window the k projection gives the values, too: they are the keys before norm and rotation."""
+    value_norm: bool = False
+    """Each head's values pass an RMS norm without weights."""
+    num_shared_kv_layers: int = 0
+    """The last layers, so many, have no keys and values: each attends to those of the last layer before them that is of
+    its kind, with or without a window."""
+    shared_kv_scale: int = 1
+    """The MLPs of the layers that share keys and values are so many times as wide as `intermediate_size`."""
+    layer_input_size: int = 0
+    """Numbers of the embedding that each layer has of a token beside the first one, and adds behind its MLP; 0: there
+    are none."""
+    layer_scalars: bool = False
+    """Each layer multiplies the residual stream by a stored number at its end."""
     experts: ExpertsConfig | None = None
     stored_bits: float | None = None
     """Of a weight, in memory and on average, if matrices are kept as a file of few bits has them; None: the model comes
@@ -212,12 +238,55 @@ class ModelConfig:
     def attention_layers(self) -> tuple[int, ...]:
         """Indices of the layers that keep keys and values."""
         recurrent = () if self.recurrent is None else self.recurrent.layers
-        return tuple(index for index in range(self.num_layers) if index not in recurrent)
+        return tuple(index for index in range(self.num_layers - self.num_shared_kv_layers) if index not in recurrent)
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if the projections of all layers with attention have the same shapes."""
+        return self.unlimited_heads is None and not self.keys_as_values and self.num_shared_kv_layers == 0
+
+    def shares_kv(self, index: int) -> bool:
+        """True for a layer that attends to another one's keys and values."""
+        return index >= self.num_layers - self.num_shared_kv_layers
+
+    def kv_layer(self, index: int) -> int:
+        """The layer whose keys and values a layer with attention attends to: itself, or the one that it shares with."""
+        if not self.shares_kv(index):
+            return index
+        is_windowed = self.layer_windows[index] is not None
+        return max(own for own in self.attention_layers if (self.layer_windows[own] is not None) == is_windowed)
+
+    def kv_heads(self, index: int) -> KVHeads:
+        """The heads of a layer with attention."""
+        if self.unlimited_heads is not None and self.layer_windows[index] is None:
+            return self.unlimited_heads
+        return KVHeads(self.num_kv_heads, self.head_dim)
+
+    def has_values(self, index: int) -> bool:
+        """True for a layer with a projection of values beside that of keys."""
+        return not (self.keys_as_values and self.layer_windows[index] is None)
+
+    def mlp_size(self, index: int) -> int:
+        """Size of the intermediate state of a layer's MLP."""
+        return self.intermediate_size * (self.shared_kv_scale if self.shares_kv(index) else 1)
+
+    @property
+    def cpu_only(self) -> str | None:
+        """What the model has that runs on CPUs only; None: it runs on GPUs, too."""
+        # A step on a GPU is a graph of fixed operations; experts are one product for each that has rows.
+        parts = {
+            "experts": self.experts is not None,
+            "recurrent layers": self.recurrent is not None,
+            "layers of different shapes": not self.is_uniform,
+        }
+        return next((name for name, has in parts.items() if has), None)
 
     def check_takes_adapters(self) -> None:
         """Raise `StartupError` if no adapter can be computed with the model."""
         if self.recurrent is not None:
             raise StartupError(f"{self.architecture} has recurrent layers, which take no adapters")
+        if not self.is_uniform:
+            raise StartupError(f"{self.architecture} has layers of different shapes, which take no adapters")
 
     def experts_of_layer(self, index: int) -> ExpertsConfig | None:
         """The experts of a layer; None: it has one MLP."""

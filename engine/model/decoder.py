@@ -5,13 +5,14 @@ A layer has attention, or keeps a recurrent state of each sequence, in a pool of
 Shape suffixes: T tokens of the batch, S sequences, R rows whose results are wanted, V tokens with logits, E hidden
 size, I MLP size, H query heads, K key-value heads, D head dimension.
 
-In the last layer, work after storing keys and values is done only for the rows whose results (logits, or hidden states
-to be pooled) are wanted: no other result is read. A batch without such rows (the inner chunks of a long prompt) ends
-there.
+In the last layer that keeps keys and values or a state, work after storing them is done only for the rows whose results
+(logits, or hidden states to be pooled) are wanted: no other result is read. A batch without such rows (the inner chunks
+of a long prompt) ends there. Behind it may be layers that attend to other layers' keys and values.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from raydix.engine.model.config import DeltaConfig, ExpertsConfig, ModelConfig, 
 from raydix.engine.model.families import read_config
 from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.lora import Lora, LoraLoader, LoraRows, add_loras
-from raydix.engine.model.sizes import BLOCKS, SCALES, SHARED
+from raydix.engine.model.sizes import BLOCKS, LAYER_EMBEDDING, SCALES, SHARED
 from raydix.engine.model.state_pool import StatePool
 from raydix.engine.model.weights import Checkpoint, TensorSource, from_mxfp4
 from raydix.kernels.decoder_pass import (
@@ -32,6 +33,7 @@ from raydix.kernels.decoder_pass import (
     DeltaWeights,
     DenseMLP,
     LayerWeights,
+    OwnInput,
     RecurrentWeights,
     SharedExpert,
 )
@@ -111,14 +113,9 @@ class Decoder:
         self.dtype = dtype
         self.deterministic = deterministic
         self.device = torch.device(device)
-        if config.experts is not None and self.device.type == "cuda":
-            # A step on a GPU is a graph of fixed operations; experts are one product for each that has rows.
+        if config.cpu_only is not None and self.device.type == "cuda":
             raise StartupError(
-                f"{config.architecture} has experts, which run on CPUs only: set workers.*.device to cpu"
-            )
-        if config.recurrent is not None and self.device.type == "cuda":
-            raise StartupError(
-                f"{config.architecture} has recurrent layers, which run on CPUs only: set workers.*.device to cpu"
+                f"{config.architecture} has {config.cpu_only}, which run on CPUs only: set workers.*.device to cpu"
             )
         self.max_position = min(max_position or config.max_position, config.max_position)
         loader = _Loader(config, weights, dtype, self.device, self.max_position, quantization, deterministic)
@@ -132,6 +129,7 @@ class Decoder:
             # In the model's dtype, as the published implementation rounds it.
             scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self.device)
             self._embedding_scale = scale if config.embedding_scale != 1.0 else None
+            self._layer_inputs = loader.layer_inputs()
             self._first_norm = loader.optional_norm("model.layers.0.", config.norms.attention)
             self._query_scale = _query_scale(config, self.max_position, dtype, self.device)
             self._layers = tuple(loader.layer(index) for index in range(config.num_layers))
@@ -139,6 +137,8 @@ class Decoder:
         # Of each layer the place among those of its kind, in the pool of KV or in that of states.
         kinds = (config.attention_layers, recurrent)
         self._places = {index: place for layers in kinds for place, index in enumerate(layers)}
+        # Layers behind the last one that keeps something of each token are computed for wanted rows only.
+        self._last_keeping = max(self._places)
 
         self._pass = self._make_pass()
 
@@ -227,7 +227,7 @@ class Decoder:
             self.dtype,
             self.device,
             deterministic=self.deterministic,
-            qkv_order=lambda index: _qkv_order(self.config, self.config.rope_of_layer[index]),
+            qkv_order=lambda index: _qkv_order(self.config, index),
         )
         return loader.load(folder)
 
@@ -236,7 +236,7 @@ class Decoder:
         config = self.config
         # The one call knows the common layer only; what few families have stays in Python, layer by layer.
         is_plain = config.residual_scale == 1.0 and not config.qk_norm_spans_heads and self._query_scale is None
-        is_plain = is_plain and not config.attention_gate
+        is_plain = is_plain and not config.attention_gate and config.is_uniform
         if self._first_norm is None or not is_plain or not DecoderPass.supports(self._layers):
             return None
         return DecoderPass(
@@ -253,9 +253,12 @@ class Decoder:
         self, residual_TE: Tensor, batch: ForwardBatch, pool: KVPool, states: StatePool | None
     ) -> Tensor:
         config = self.config
-        eps, last = config.rms_norm_eps, config.num_layers - 1
+        eps, last = config.rms_norm_eps, self._last_keeping
 
         x_TE = residual_TE if self._first_norm is None else rms_norm(residual_TE, self._first_norm, eps)
+        inputs_TLP = None
+        if self._layer_inputs is not None:
+            inputs_TLP = self._layer_inputs(batch.token_ids, residual_TE, eps)
 
         for index, layer in enumerate(self._layers):
             wants_nothing = index == last and batch.logits_rows.numel() == 0
@@ -269,6 +272,10 @@ class Decoder:
             if index == last:  # from here on T is R
                 mixed_TE = mixed_TE.index_select(0, batch.logits_rows)
                 residual_TE = residual_TE.index_select(0, batch.logits_rows)
+                if inputs_TLP is not None:
+                    inputs_TLP = inputs_TLP.index_select(0, batch.logits_rows)
+                if index < config.num_layers - 1:
+                    batch = _wanted(batch)
 
             y_TE = linear(mixed_TE, layer.output)
             add_loras(y_TE, mixed_TE, batch.loras, index, "output", wanted=index == last)
@@ -280,9 +287,22 @@ class Decoder:
             if layer.mlp_post_norm is not None:
                 y_TE = rms_norm(y_TE, layer.mlp_post_norm, eps)
 
-            x_TE, residual_TE = self._add(y_TE, residual_TE, layer.next_norm)
+            if inputs_TLP is None and layer.scalar is None:
+                x_TE, residual_TE = self._add(y_TE, residual_TE, layer.next_norm)
+                continue
+            _, residual_TE = self._add(y_TE, residual_TE, None)
+            if inputs_TLP is not None and layer.own_input is not None:
+                residual_TE = residual_TE + self._own_input(residual_TE, inputs_TLP[:, index], layer.own_input)
+            if layer.scalar is not None:
+                residual_TE = residual_TE * layer.scalar
+            x_TE = residual_TE if layer.next_norm is None else rms_norm(residual_TE, layer.next_norm, eps)
 
         return x_TE
+
+    def _own_input(self, x_TE: Tensor, input_TP: Tensor, weights: OwnInput) -> Tensor:
+        """What a layer adds for its own embeddings of the tokens, behind a gate that the residual stream opens."""
+        gated = silu_and_mul(torch.cat((linear(x_TE, weights.gate), input_TP), dim=1), self.config.activation)
+        return rms_norm(linear(gated, weights.projection), weights.norm, self.config.rms_norm_eps)
 
     def _mlp(self, x_TE: Tensor, index: int, loras: Sequence[LoraRows]) -> Tensor:
         layer, is_last = self._layers[index], index == self.config.num_layers - 1
@@ -322,7 +342,7 @@ class Decoder:
         if config.attention_gate:
             heads = config.num_heads * config.head_dim
             qkv, gate_TE = qkv[:, :-heads], qkv[:, -heads:]
-        keys, values = pool.layers[self._places[index]]
+        keys, values = pool.layers[self._places[config.kv_layer(index)]]
         query_THD = self._store_kv(qkv, index, keys, values, batch)
         if wants_nothing:
             return x_TE
@@ -366,6 +386,14 @@ class Decoder:
             query = rms_norm(query.contiguous(), q_norm, config.rms_norm_eps)
             key = rms_norm(key.contiguous(), k_norm, config.rms_norm_eps)
             qkv, q_norm, k_norm = torch.cat((query, key, value), dim=1), None, None
+        if config.shares_kv(index):  # the caches without heads: there is nothing to store
+            keys, values = keys[:, :0], values[:, :0]
+        elif layer.v_norm is not None:
+            heads = config.kv_heads(index)
+            query_and_key = qkv[:, : (config.num_heads + heads.num) * heads.dim]
+            value = qkv[:, -heads.num * heads.dim :]  # where there is no projection of values, those of keys
+            normed = rms_norm(value.reshape(-1, heads.dim), layer.v_norm, config.rms_norm_eps)
+            qkv = torch.cat((query_and_key, normed.view_as(value)), dim=1)
 
         query_THD = rotary_kv_store(
             qkv,
@@ -399,6 +427,42 @@ class Decoder:
             max_query_len=batch.max_query_len,
             sinks=layer.sinks,
         )
+
+
+def _wanted(batch: ForwardBatch) -> ForwardBatch:
+    """The rows of a batch whose results are wanted, each a sequence of its own. Nothing is stored for them."""
+    rows = batch.logits_rows
+    sequences = torch.searchsorted(batch.query_start[1:].long(), rows, right=True)
+    positions = batch.positions[rows]
+    return replace(
+        batch,
+        token_ids=batch.token_ids[rows],
+        positions=positions,
+        slot_mapping=torch.full_like(rows, -1),
+        block_tables=batch.block_tables[sequences],
+        query_start=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+        context_lens=(positions + 1).int(),
+        max_query_len=1,
+    )
+
+
+class LayerInputs:
+    """Embeddings of the tokens for every layer: a table's, and the usual embedding projected."""
+
+    def __init__(self, table: Tensor, projection: PackedLinear, norm: Tensor) -> None:
+        self._table = table
+        self._projection = projection
+        self._norm = norm
+        # In the model's dtype, as the published implementation rounds it.
+        self._table_scale = torch.tensor(math.sqrt(len(norm)), dtype=table.dtype, device=table.device)
+
+    def __call__(self, token_ids: Tensor, embedded_TE: Tensor, eps: float) -> Tensor:
+        """[T, layers, size] for the tokens, which `embedded_TE` embeds as the first layer takes them."""
+        size = len(self._norm)
+        projected = linear(embedded_TE, self._projection) * embedded_TE.shape[1] ** -0.5
+        normed = rms_norm(projected.view(-1, size), self._norm, eps)
+        own = functional.embedding(token_ids, self._table) * self._table_scale
+        return ((normed.view_as(own) + own) * 2**-0.5).view(len(token_ids), -1, size)
 
 
 def _gated(x: Tensor, gate: Tensor, kind: str) -> Tensor:
@@ -477,13 +541,13 @@ class _Loader:
     def layer(self, index: int) -> LayerWeights:
         """Load the weights of one layer, with the norm that follows it."""
         config, prefix, norms = self._config, f"model.layers.{index}.", self._config.norms
-        rope = config.rope_of_layer[index]
-        is_last = index == config.num_layers - 1
+        rope, head_dim = config.rope_of_layer[index], config.kv_heads(index).dim
+        is_last, stores = index == config.num_layers - 1, not config.shares_kv(index)
         recurrent = None
         if config.recurrent is not None and index in config.recurrent.layers:
             recurrent, qkv, output = self._recurrent(prefix, config.recurrent)
         else:
-            qkv = self._qkv(f"{prefix}self_attn.", rope)
+            qkv = self._qkv(f"{prefix}self_attn.", index)
             output = self._packed([f"{prefix}self_attn.o_proj"], bias=config.attention_output_bias)
         has_head_norms = config.qk_norm and recurrent is None
         return LayerWeights(
@@ -498,14 +562,33 @@ class _Loader:
             ),
             attention_post_norm=self.optional_norm(prefix, norms.attention_post),
             mlp_post_norm=self.optional_norm(prefix, norms.mlp_post),
-            q_norm=self._head_norm(f"{prefix}self_attn.q_norm", rope) if has_head_norms else None,
-            k_norm=self._head_norm(f"{prefix}self_attn.k_norm", rope) if has_head_norms else None,
-            cos_sin=self._cos_sin(rope),
+            q_norm=self._head_norm(f"{prefix}self_attn.q_norm", head_dim, rope) if has_head_norms else None,
+            k_norm=self._head_norm(f"{prefix}self_attn.k_norm", head_dim, rope) if has_head_norms and stores else None,
+            cos_sin=self._cos_sin(head_dim, rope),
             window=config.layer_windows[index],
             sinks=self._weights.tensor(f"{prefix}self_attn.sinks").float() if config.attention_sinks else None,
             recurrent=recurrent,
             shared=None if of is None or not of.shared_size else self._shared(f"{prefix}{SHARED}"),
+            v_norm=torch.ones(head_dim, device=self._device) if config.value_norm and stores else None,
+            own_input=self._own_input(prefix) if config.layer_input_size else None,
+            scalar=self.tensor(f"{prefix}layer_scalar").clone() if config.layer_scalars else None,
         )
+
+    def layer_inputs(self) -> LayerInputs | None:
+        """The embeddings of all layers; None: the model has none."""
+        if not self._config.layer_input_size:
+            return None
+        return LayerInputs(
+            self.tensor(LAYER_EMBEDDING).clone(),
+            self._packed(["model.per_layer_model_projection"], bias=False),
+            self.norm("model.per_layer_projection_norm"),
+        )
+
+    def _own_input(self, prefix: str) -> OwnInput:
+        gate, projection = (
+            self._packed([f"{prefix}{name}"], bias=False) for name in ("per_layer_input_gate", "per_layer_projection")
+        )
+        return OwnInput(gate, projection, self.norm(f"{prefix}post_per_layer_input_norm"))
 
     def _recurrent(
         self, prefix: str, recurrent: RecurrentConfig
@@ -613,16 +696,18 @@ class _Loader:
         """The bias of each expert, or nothing for each."""
         return list(self.tensor(f"{name}_bias")) if of.has_bias else [None] * of.num_experts
 
-    def _qkv(self, prefix: str, rope: RopeConfig | None) -> PackedLinear:
-        """The q, k and v projections as one; the rows of each q and k head in the order that the kernels rotate."""
+    def _qkv(self, prefix: str, index: int) -> PackedLinear:
+        """The q, k and v projections that a layer has as one; the rows of each q and k head in the order that the
+        kernels rotate."""
         config = self._config
-        names = [f"{prefix}qkv_proj"] if config.fused_qkv else [f"{prefix}{part}_proj" for part in ("q", "k", "v")]
+        parts = "q" if config.shares_kv(index) else "qkv" if config.has_values(index) else "qk"
+        names = [f"{prefix}qkv_proj"] if config.fused_qkv else [f"{prefix}{part}_proj" for part in parts]
         # The rows are put in the kernels' order once here, instead of shuffling each query and key in each step.
-        return self._packed(names, bias=config.attention_bias, order=_qkv_order(config, rope))
+        return self._packed(names, bias=config.attention_bias, order=_qkv_order(config, index))
 
-    def _head_norm(self, name: str, rope: RopeConfig | None) -> Tensor:
+    def _head_norm(self, name: str, head_dim: int, rope: RopeConfig | None) -> Tensor:
         """A norm of q or k heads, in the order of the heads' rows."""
-        weight, order = self.norm(name), _head_order(self._config.head_dim, rope)
+        weight, order = self.norm(name), _head_order(head_dim, rope)
         return weight if order is None else weight[order.to(self._device)]
 
     def _packed(self, names: list[str], *, bias: bool, order: Tensor | None = None) -> PackedLinear:
@@ -634,17 +719,16 @@ class _Loader:
         weight = torch.cat([self.tensor(f"{name}.weight") for name in names])
         return self.pack(weight if order is None else weight[rows], biases)
 
-    def _cos_sin(self, rope: RopeConfig | None) -> Tensor:
+    def _cos_sin(self, head_dim: int, rope: RopeConfig | None) -> Tensor:
         """Rotary table, shared between layers with the same rotation."""
         for known, table in self._tables:
-            if known == rope:
+            if known == rope and table.shape[1] == head_dim:
                 return table
         # A layer without rotation has a table that turns nothing, so that the kernels know one kind of layer only.
         described = rope or RopeConfig(1.0, share=0.0)
         scaling = None if described.scaling is None else dict(described.scaling)
-        table = rotary_tables(
-            self._config.head_dim, self._max_position, described.theta, scaling, share=described.share
-        ).to(self._device)
+        table = rotary_tables(head_dim, self._max_position, described.theta, scaling, share=described.share)
+        table = table.to(self._device)
         self._tables.append((rope, table))
         return table
 
@@ -663,20 +747,24 @@ def _query_scale(config: ModelConfig, max_position: int, dtype: torch.dtype, dev
     return (1 + weight * torch.log(1 + steps)).to(device=device, dtype=dtype)
 
 
-def _qkv_order(config: ModelConfig, rope: RopeConfig | None) -> Tensor | None:
-    """The rows of the q, k and v projections, one below the other, as the kernels take them; None: it is the same."""
-    order = _head_order(config.head_dim, rope)
+def _qkv_order(config: ModelConfig, index: int) -> Tensor | None:
+    """The rows of a layer's q, k and v projections, one below the other, as the kernels take them; None: it is the
+    same."""
+    heads = config.kv_heads(index)
+    order = _head_order(heads.dim, config.rope_of_layer[index])
     if order is None and not config.attention_gate:
         return None
-    num_rows = ((1 + config.attention_gate) * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    num_keys = 0 if config.shares_kv(index) else heads.num
+    num_values = num_keys if config.has_values(index) else 0
+    num_rows = ((1 + config.attention_gate) * config.num_heads + num_keys + num_values) * heads.dim
     rows = torch.arange(num_rows)
     if config.attention_gate:
         # The gate of each head stands behind its query; all gates go behind queries, keys and values.
-        num_first = 2 * config.num_heads * config.head_dim
-        query, gate = rows[:num_first].view(config.num_heads, 2, config.head_dim).unbind(1)
+        num_first = 2 * config.num_heads * heads.dim
+        query, gate = rows[:num_first].view(config.num_heads, 2, heads.dim).unbind(1)
         rows = torch.cat((query.flatten(), rows[num_first:], gate.flatten()))
     if order is not None:
-        starts = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * config.head_dim
+        starts = torch.arange(config.num_heads + num_keys)[:, None] * heads.dim
         rotated = (starts + order).flatten()
         rows = torch.cat((rows[rotated], rows[len(rotated) :]))
     return rows

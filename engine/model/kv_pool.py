@@ -27,7 +27,8 @@ class KVPool:
     """Keys and values of `num_blocks` blocks of `block_size` token positions, for every layer that keeps them.
 
     The tensor is block-major, [num_blocks, num_attention_layers, 2, num_kv_heads, block_size, head_dim]: a block is one
-    contiguous run of `block_bytes` bytes, so exporting and importing blocks are plain copies, whatever the model.
+    contiguous run of `block_bytes` bytes, so exporting and importing blocks are plain copies, whatever the model. Of a
+    model whose layers have different heads it is [num_blocks, numbers], the layers of a block one after the other.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        num_layers = len(config.attention_layers)
-        shape = (num_blocks, num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        heads = [config.kv_heads(index) for index in config.attention_layers]
+        shapes = [(2, each.num, block_size, each.dim) for each in heads]
+        is_uniform = len(set(heads)) == 1
+        shape = (num_blocks, len(shapes), *shapes[0]) if is_uniform else (num_blocks, sum(map(math.prod, shapes)))
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = torch.device(device)
@@ -47,7 +50,10 @@ class KVPool:
             untouched(shape, dtype) if self.device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         )
         self.block_bytes = self.data.stride(0) * self.data.element_size()
-        self.layers = tuple((self.data[:, place, 0], self.data[:, place, 1]) for place in range(num_layers))
+        flat = self.data.view(num_blocks, -1)
+        parts = torch.split(flat, [math.prod(shape) for shape in shapes], dim=1)
+        by_layer = [part.view(num_blocks, *shape) for part, shape in zip(parts, shapes, strict=True)]
+        self.layers = tuple((layer[:, 0], layer[:, 1]) for layer in by_layer)
         """Keys and values of each layer that keeps them, in the layers' order."""
 
     def export_blocks(self, block_ids: Sequence[int]) -> ByteArray:

@@ -4,7 +4,7 @@ Without torch, so that a model is checked before anything slow happens, its down
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from raydix.engine.core.errors import StartupError
@@ -24,64 +24,82 @@ STATE_SHARE = 0.5  # share of a pool's memory that recurrent states may take
 MOST_SNAPSHOTS = 256  # recurrent states beside those of running requests, at most
 MXFP4_COLUMNS = 32  # columns of one block
 _EMBEDDING = "model.embed_tokens.weight"
+LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"  # of every layer, one beside the other
 _MAX_NAMED = 4
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Yield the name and shape of every tensor of a decoder of this configuration."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    if own := config.layer_input_size:
+        shapes[LAYER_EMBEDDING] = (config.vocab_size, config.num_layers * own)
+        shapes["model.per_layer_model_projection.weight"] = (config.num_layers * own, hidden)
+        shapes["model.per_layer_projection_norm.weight"] = (own,)
 
-    # With a gate for each head the q projection has twice the rows.
-    attention = {"q_proj": (1 + config.attention_gate) * query_size, "k_proj": kv_size, "v_proj": kv_size}
-    if config.fused_qkv:
-        attention = {"qkv_proj": query_size + 2 * kv_size}
-    mlp = {"gate_up_proj": 2 * inner} if config.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
-
-    # Rows, columns, and if there is a bias.
-    of_attention = {
-        **{f"self_attn.{name}": (rows, hidden, config.attention_bias) for name, rows in attention.items()},
-        "self_attn.o_proj": (hidden, query_size, config.attention_output_bias),
-    }
-    of_mlp = {
-        **{f"mlp.{name}": (rows, hidden, config.mlp_bias) for name, rows in mlp.items()},
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
     placed = config.norms.attention, config.norms.attention_post, config.norms.mlp, config.norms.mlp_post
-    norms = {name: hidden for name in placed if name is not None}
-    head_norms: dict[str, int] = {}
-    if config.qk_norm:
-        of_query, of_key = (query_size, kv_size) if config.qk_norm_spans_heads else (config.head_dim, config.head_dim)
-        head_norms = {"self_attn.q_norm": of_query, "self_attn.k_norm": of_key}
-
-    attention_layers = config.attention_layers
+    norms = [name for name in placed if name is not None]
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        projections, layer_norms = of_attention, norms | head_norms
-        if layer not in attention_layers:
-            assert config.recurrent is not None
-            shapes |= {f"{prefix}{name}": shape for name, shape in _recurrent_shapes(config.recurrent, hidden).items()}
-            projections, layer_norms = {}, norms
-        if (experts := config.experts_of_layer(layer)) is None:
-            projections = projections | of_mlp
+        of_layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
+        if config.recurrent is not None and layer in config.recurrent.layers:
+            of_layer |= _recurrent_shapes(config.recurrent, hidden)
         else:
-            shapes |= {f"{prefix}{name}": shape for name, shape in _expert_shapes(experts, hidden).items()}
-        if config.attention_sinks:
-            shapes[f"{prefix}self_attn.sinks"] = (config.num_heads,)
-        for name, size in layer_norms.items():
-            shapes[f"{prefix}{name}.weight"] = (size,)
-        for name, (rows, columns, bias) in projections.items():
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
+            of_layer |= _attention_shapes(config, layer)
+        if (experts := config.experts_of_layer(layer)) is None:
+            of_layer |= _mlp_shapes(config, layer)
+        else:
+            of_layer |= _expert_shapes(experts, hidden)
+        if own:
+            of_layer["per_layer_input_gate.weight"] = (own, hidden)
+            of_layer["per_layer_projection.weight"] = (hidden, own)
+            of_layer["post_per_layer_input_norm.weight"] = (hidden,)
+        if config.layer_scalars:
+            of_layer["layer_scalar"] = (1,)
+        shapes |= {f"{prefix}{name}": shape for name, shape in of_layer.items()}
 
     return {config.stored_name(name): shape for name, shape in shapes.items()}
+
+
+def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of one layer's attention, by their names below the layer."""
+    heads = config.kv_heads(layer)
+    query_size, kv_size = config.num_heads * heads.dim, heads.num * heads.dim
+    # With a gate for each head the q projection has twice the rows.
+    rows = {"q_proj": (1 + config.attention_gate) * query_size}
+    norms = {"q_norm": query_size if config.qk_norm_spans_heads else heads.dim}
+    if not config.shares_kv(layer):
+        rows |= {"k_proj": kv_size, "v_proj": kv_size} if config.has_values(layer) else {"k_proj": kv_size}
+        norms["k_norm"] = kv_size if config.qk_norm_spans_heads else heads.dim
+    if config.fused_qkv:
+        rows = {"qkv_proj": query_size + 2 * kv_size}
+    shapes = _projections(rows, config.hidden_size, "self_attn", has_bias=config.attention_bias)
+    output = {"o_proj": config.hidden_size}
+    shapes |= _projections(output, query_size, "self_attn", has_bias=config.attention_output_bias)
+    if config.qk_norm:
+        shapes |= {f"self_attn.{name}.weight": (size,) for name, size in norms.items()}
+    if config.attention_sinks:
+        shapes["self_attn.sinks"] = (config.num_heads,)
+    return shapes
+
+
+def _mlp_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of one layer's MLP, by their names below the layer."""
+    inner = config.mlp_size(layer)
+    rows = {"gate_up_proj": 2 * inner} if config.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
+    shapes = _projections(rows, config.hidden_size, "mlp", has_bias=config.mlp_bias)
+    return shapes | _projections({"down_proj": config.hidden_size}, inner, "mlp", has_bias=config.mlp_bias)
+
+
+def _projections(rows: Mapping[str, int], columns: int, place: str, *, has_bias: bool) -> dict[str, tuple[int, ...]]:
+    """The tensors of projections with so many rows each."""
+    shapes: dict[str, tuple[int, ...]] = {f"{place}.{name}.weight": (size, columns) for name, size in rows.items()}
+    return shapes | ({f"{place}.{name}.bias": (size,) for name, size in rows.items()} if has_bias else {})
 
 
 def _recurrent_shapes(recurrent: RecurrentConfig, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -166,7 +184,8 @@ def check_names(names: Iterable[str], config: ModelConfig, where: str) -> None:
     if missing := [name for name in expected if name not in known]:
         raise StartupError(f"the weights in {where} lack {_named(missing)}")
 
-    if unexpected := [name for name in known if name not in expected and not _is_redundant(name)]:
+    wanted = expected.keys() | _shared_kv(config)
+    if unexpected := [name for name in known if name not in wanted and not _is_redundant(name)]:
         raise StartupError(
             f"the weights in {where} have tensors that config.json does not call for: {_named(unexpected)}"
         )
@@ -181,7 +200,8 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: Quantization | N
     width = DTYPE_BYTES[dtype]
     total = 0
     shapes = expected_shapes(config)
-    router = "" if config.experts is None else f"{config.experts.router}.weight"
+    # Tables that are embedded from and routers keep their bits.
+    unrounded = [_EMBEDDING, LAYER_EMBEDDING] + ([f"{config.experts.router}.weight"] if config.experts else [])
     head = "lm_head.weight"
     if config.tie_word_embeddings and not on_gpu:
         shapes[head] = shapes[_EMBEDDING]
@@ -195,19 +215,25 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: Quantization | N
             total += 4 * math.prod(shape)  # norms and biases are float32
         elif quantization == "stored" and _is_kept(name, config) and config.stored_bits is not None:
             total += math.ceil(math.prod(shape) * config.stored_bits / 8)
-        elif quantization == "int8" and name != _EMBEDDING and not (router and name.endswith(router)):
+        elif quantization == "int8" and not name.endswith(tuple(unrounded)):
             total += math.prod(shape) + 4 * math.prod(shape[:-1])
         else:
             total += width * math.prod(shape)
-    num_tables = len(set(map(repr, config.rope_of_layer)))
-    return total + num_tables * config.max_position * config.head_dim * 4
+    dims = {
+        (repr(rope), config.kv_heads(layer).dim): config.kv_heads(layer).dim
+        for layer, rope in enumerate(config.rope_of_layer)
+    }
+    return total + sum(dims.values()) * config.max_position * 4
 
 
 def step_bytes(config: ModelConfig, token_budget: int, max_requests: int) -> int:
     """Memory of one step's intermediate results, generously: a layer's in float32, and the logits."""
-    queries = config.num_heads * config.head_dim
-    keys = 2 * config.num_kv_heads * config.head_dim
-    inner = 3 * config.intermediate_size
+    layers = range(config.num_layers)
+    heads = [config.kv_heads(layer) for layer in layers]
+    queries = config.num_heads * max(each.dim for each in heads)
+    keys = 2 * max(each.num * each.dim for each in heads)
+    inner = 3 * max(map(config.mlp_size, layers))
+    inner += 4 * config.num_layers * config.layer_input_size  # embedded, projected, normed, added
     if config.experts is not None:  # what goes into each of a token's experts, and what comes out
         inner += config.experts.per_token * (2 * config.hidden_size + 3 * config.experts.intermediate_size)
         if config.experts.shared_size:
@@ -222,7 +248,8 @@ def step_bytes(config: ModelConfig, token_budget: int, max_requests: int) -> int
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
     """Bytes of one block: keys and values of all layers that keep them."""
-    return 2 * len(config.attention_layers) * config.num_kv_heads * config.head_dim * block_size * DTYPE_BYTES[dtype]
+    heads = [config.kv_heads(layer) for layer in config.attention_layers]
+    return 2 * sum(each.num * each.dim for each in heads) * block_size * DTYPE_BYTES[dtype]
 
 
 def state_bytes(config: ModelConfig) -> int:
@@ -256,27 +283,35 @@ def pool_bytes_for(config: ModelConfig, kv: int) -> int:
 def pair_share(config: ModelConfig) -> float:
     """Multiplications for one more position that a token attends to, as a share of those for the token in the layers'
     matrices (`WorkerCosts.pair_share`). Layers with a window do not count: their work stops growing."""
-    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     num_products = 0  # for a token, in the matrices of all layers
-    attention_layers = config.attention_layers
+    num_paired = 0  # for a token and a position to which it attends, a product with the key and one with the value
     for layer in range(config.num_layers):
-        if layer in attention_layers:
-            num_products += 2 * (query_size + kv_size) * config.hidden_size
-        elif (recurrent := config.recurrent) is not None:
+        if (recurrent := config.recurrent) is not None and layer in recurrent.layers:
             num_products += (recurrent.projected + recurrent.mixed) * config.hidden_size + 2 * recurrent.delta_size
+        else:
+            heads = config.kv_heads(layer)
+            own = 0 if config.shares_kv(layer) else heads.num
+            num_products += 2 * (config.num_heads + own) * heads.dim * config.hidden_size
+            num_paired += 2 * config.num_heads * heads.dim if config.layer_windows[layer] is None else 0
         if (experts := config.experts_of_layer(layer)) is None:
-            num_products += 3 * config.intermediate_size * config.hidden_size
+            num_products += 3 * config.mlp_size(layer) * config.hidden_size
         else:
             inner = experts.per_token * experts.intermediate_size + experts.shared_size
             num_products += 3 * inner * config.hidden_size
-    num_unlimited = sum(config.layer_windows[layer] is None for layer in attention_layers)
-    # a product with the key, and one with the value
-    return 2 * query_size * num_unlimited / num_products if num_products else 0.0
+    return num_paired / num_products if num_products else 0.0
 
 
 def _is_kept(name: str, config: ModelConfig) -> bool:
     """True if a matrix is kept in few bits; a checkpoint that is packed has only its layers' matrices so."""
     return name != _EMBEDDING and (config.packing is None or ".layers." in name)
+
+
+def _shared_kv(config: ModelConfig) -> set[str]:
+    """Tensors that published files may have and that nothing reads: projections and norms of keys and values in the
+    layers that attend to those of others."""
+    parts = ("k_proj", "v_proj", "k_norm", "v_norm")
+    shared = filter(config.shares_kv, range(config.num_layers))
+    return {f"model.layers.{layer}.self_attn.{part}.weight" for layer in shared for part in parts}
 
 
 def _is_redundant(name: str) -> bool:

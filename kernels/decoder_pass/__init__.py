@@ -11,7 +11,7 @@ from raydix.kernels.experts import PackedExperts
 from raydix.kernels.linear import Layout, PackedLinear
 from raydix.kernels.silu_and_mul import KINDS
 
-__all__ = ["DecoderPass", "DeltaWeights", "DenseMLP", "LayerWeights", "RecurrentWeights", "SharedExpert"]
+__all__ = ["DecoderPass", "DeltaWeights", "DenseMLP", "LayerWeights", "OwnInput", "RecurrentWeights", "SharedExpert"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,21 @@ class RecurrentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnInput:
+    """The weights with which a layer adds its own embedding of each token."""
+
+    gate: PackedLinear
+    """hidden -> numbers of such an embedding."""
+    projection: PackedLinear
+    """Back to hidden."""
+    norm: Tensor
+    """[hidden] float32."""
+
+    def products(self) -> tuple[PackedLinear, ...]:
+        return self.gate, self.projection
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer's weights. Norm weights are float32 and have the family's offset in them."""
 
@@ -84,10 +99,16 @@ class LayerWeights:
     """None: the layer has attention. A recurrent layer has no use for `q_norm`, `k_norm`, `cos_sin` and `window`."""
     shared: SharedExpert | None = None
     """None: the layer has no such expert beside those of `mlp`."""
+    v_norm: Tensor | None = None
+    """[head_dim] float32: of each head's values."""
+    own_input: OwnInput | None = None
+    """None: the layer adds no embedding of its own."""
+    scalar: Tensor | None = None
+    """[1]: factor of the residual stream at the layer's end."""
 
     def products(self) -> tuple[PackedLinear, ...]:
-        shared = () if self.shared is None else self.shared.products()
-        return self.qkv, self.output, *self.mlp.products(), *shared
+        parts = (part for part in (self.shared, self.own_input) if part is not None)
+        return self.qkv, self.output, *self.mlp.products(), *(product for part in parts for product in part.products())
 
 
 class DecoderPass:
@@ -115,7 +136,8 @@ class DecoderPass:
     def supports(layers: tuple[LayerWeights, ...]) -> bool:
         """True if the C++ path computes every product itself, and has a norm before each."""
         # The C++ loop norms before each product; families that norm behind only go layer by layer in Python.
-        if any(layer.recurrent is not None or layer.shared is not None for layer in layers):
+        extras = ((layer.recurrent, layer.shared, layer.v_norm, layer.own_input, layer.scalar) for layer in layers)
+        if any(part is not None for layer in extras for part in layer):
             return False
         has_norms = all(layer.mlp_norm is not None and layer.next_norm is not None for layer in layers)
         return has_norms and all(product.layout is Layout.PANELS for layer in layers for product in layer.products())

@@ -15,9 +15,9 @@ def rotary_tables(
 ) -> Tensor:
     """Cosines and sines of every position: [max_position, head_dim] float32, first half cos, second half sin.
 
-    `scaling` is a `rope_parameters` dictionary as in Hugging Face configurations (kinds default, linear, llama3,
-    yarn, longrope). `share` of the dimensions is rotated: of each half of a head in the order of `rotary_order` the
-    first ones; the others turn by nothing. LongRoPE has two sets of frequencies; a table longer than the context of
+    `scaling` is a `rope_parameters` dictionary as in Hugging Face configurations (kinds default, linear, llama3, yarn,
+    longrope, proportional). `share` of the dimensions is rotated: of each half of a head in the order of `rotary_order`
+    the first ones; the others turn by nothing. LongRoPE has two sets of frequencies; a table longer than the context of
     training has the long ones at every position, also at the first, so that a key is the same whatever follows it.
 
     Raises `ValueError` for another kind, or an odd number of rotated dimensions.

@@ -24,7 +24,10 @@ def inverse_frequencies(
         return _yarn(powers, theta, scaling)
     if kind == "longrope":
         return _longrope(powers, scaling, max_position)
-    raise ValueError(f"unsupported rotary scaling {kind!r}; known are default, linear, llama3, yarn, longrope")
+    if kind == "proportional":
+        return _proportional(1.0 / powers, scaling), 1.0
+    known = "default, linear, llama3, yarn, longrope, proportional"
+    raise ValueError(f"unsupported rotary scaling {kind!r}; known are {known}")
 
 
 def _llama3(frequency: Tensor, scaling: dict[str, Any]) -> Tensor:
@@ -78,3 +81,10 @@ def _longrope(powers: Tensor, scaling: dict[str, Any], max_position: int) -> tup
         stretch = scaling["factor"]
         attention_factor = 1.0 if stretch <= 1.0 else math.sqrt(1 + math.log(stretch) / math.log(old_context))
     return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers), float(attention_factor)
+
+
+def _proportional(frequency: Tensor, scaling: dict[str, Any]) -> Tensor:
+    """The first share of the pairs turns, at the frequencies that they have among all pairs; the others stand still."""
+    num_turning = int(scaling["partial_rotary_factor"] * len(frequency))
+    still = torch.zeros(len(frequency) - num_turning)
+    return torch.cat((frequency[:num_turning] / scaling["factor"], still))

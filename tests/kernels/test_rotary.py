@@ -35,6 +35,7 @@ SCALINGS: list[dict[str, Any]] = [
     YARN,
     {**YARN, "beta_fast": 16, "beta_slow": 2, "mscale": 1.0, "mscale_all_dim": 0.7},
     {**YARN, "attention_factor": 1.3},
+    {"rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 2.0},
 ]
 
 

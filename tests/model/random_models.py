@@ -29,6 +29,16 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "origin
 
 GEMMA3 = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
+GEMMA4: dict[str, Any] = {
+    **GEMMA3,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 200,
+}
+GEMMA4_UNIFIED = {key: value for key, value in GEMMA4.items() if "per_layer" not in key}
+
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 QWEN3_MOE = {"head_dim": 32, "moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [2]}
 
@@ -146,8 +156,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 3": ("Gemma3", {**GEMMA3, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
 }
 
+CASES |= {
+    "gemma 4": ("Gemma4", {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+    "gemma 4 large": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+}
+
 LAYER_BY_LAYER = {"granite", "olmo 2", "olmo 3", "exaone 4", "exaone 4 without windows", "ministral 3"}
 LAYER_BY_LAYER |= {"olmoe", "granite moe", "qwen 2 moe", "qwen 3 next", "qwen 3.5", "qwen 3.5 moe", "lfm 2"}
+LAYER_BY_LAYER |= {"gemma 4", "gemma 4 large"}
 """Cases with a part that the pass of all layers in one call does not know."""
 
 
@@ -157,7 +182,7 @@ def reference(case: str, folder: Path) -> tuple[list[int], torch.Tensor]:
     with quiet_transformers():
         import transformers
 
-        name = f"{family}Text" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else family
+        name = f"{family}Text" if family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else family
         config = getattr(transformers, f"{name}Config")(**{**SMALL, **extra})
         torch.manual_seed(0)
         theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -165,6 +190,9 @@ def reference(case: str, folder: Path) -> tuple[list[int], torch.Tensor]:
             for parameter in theirs.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(0.2 * torch.randn_like(parameter))
+            for name, buffer in theirs.named_buffers():
+                if name.endswith("layer_scalar"):
+                    buffer.uniform_(0.5, 1.0)
         theirs.save_pretrained(folder)
         token_ids = torch.randint(1, 200, (150,))
         with torch.inference_mode():

@@ -15,7 +15,7 @@ from raydix.engine.model.runner import build_batch, made_up_step
 from raydix.engine.model.tokenizer import quiet_transformers
 from raydix.kernels.decoder_pass import DecoderPass
 from tests.model.logits import logits_in_chunks
-from tests.model.random_models import CASES, DELTA, GEMMA3, LAYER_BY_LAYER, SMALL, reference
+from tests.model.random_models import CASES, DELTA, GEMMA3, GEMMA4, GEMMA4_UNIFIED, LAYER_BY_LAYER, SMALL, reference
 from tests.skips import NO_PRODUCT
 
 
@@ -61,6 +61,8 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**GEMMA3, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32},
         {"model_type": "siglip_vision_model", **VISION},
     ),
+    "gemma 4": ("Gemma4", {**GEMMA4, "num_kv_shared_layers": 2}, {**VISION, "model_type": "gemma4_vision"}),
+    "gemma 4 unified": ("Gemma4Unified", GEMMA4_UNIFIED, {"model_type": "gemma4_unified_vision"}),
     "llava llama": (
         "Llava",
         {"model_type": "llama", "tie_word_embeddings": False},
@@ -107,7 +109,7 @@ def wrapped(case: str, folder: Path) -> tuple[list[int], torch.Tensor]:
         import transformers
 
         extra = {"mm_tokens_per_image": 4} if family == "Gemma3" else {"image_token_index": 199}
-        extra = {} if family.startswith("Qwen") else extra
+        extra = {} if family.startswith(("Qwen", "Gemma4")) else extra
         parts = {"text_config": {**SMALL, **text}, "vision_config": vision}
         config = getattr(transformers, f"{family}Config")(**parts, **extra)
         torch.manual_seed(0)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from raydix.engine.core.errors import StartupError
-from raydix.engine.model.config import RopeConfig
+from raydix.engine.model.config import KVHeads, RopeConfig
 from raydix.engine.model.families import FAMILIES, config_of
 from raydix.engine.model.families.refused import missing_for
 from raydix.engine.model.sizes import check_names, expected_shapes
@@ -61,7 +61,10 @@ def test_an_unknown_family_names_the_known_ones(config: dict[str, Any]) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, "recurrent state"),
         ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "MLA"),
-        ({"architectures": ["Gemma4ForConditionalGeneration"], "text_config": {"model_type": "gemma4_text"}}, "shared"),
+        (
+            {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": {"model_type": "gemma3n_text"}},
+            "AltUp",
+        ),
         ({"architectures": ["Lfm2MoeForCausalLM"]}, "correction"),
         ({"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, "stored transposed"),
         ({"text_config": {"model_type": "qwen3_vl_moe_text"}}, "stored transposed"),
@@ -83,8 +86,9 @@ def test_no_family_is_both_run_and_refused() -> None:
 def test_sizes_of_families_go_up(name: str) -> None:
     sizes = list(FAMILIES[name].sizes.values())
     assert sizes and sizes == sorted(sizes)
-    has_experts = config_of({**SMALL, "model_type": name, "num_experts_per_tok": 2}).experts is not None
-    assert has_experts == FAMILIES[name].has_experts
+    found = config_of({**SMALL, "model_type": name, "num_experts_per_tok": 2, "full_attn_idxs": [1]})
+    assert (found.experts is not None) == FAMILIES[name].has_experts
+    assert found.cpu_only == FAMILIES[name].cpu_only
 
 
 @pytest.mark.parametrize(
@@ -280,3 +284,55 @@ def test_olmo_3_stretches_layers_without_a_window_only() -> None:
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}
     ropes = config_of({**SMALL, "model_type": "olmo3", "rope_scaling": rope}).rope_of_layer
     assert [each is not None and each.scaling is not None for each in ropes] == [False, False, False, True]
+
+
+GEMMA4 = {**SMALL, "model_type": "gemma4_text", "num_hidden_layers": 12, "head_dim": 32, "global_head_dim": 64}
+
+
+def test_layers_of_gemma_4() -> None:
+    """Every sixth layer and the last one have no window, and heads of their own; the last ones share KV."""
+    found = config_of(
+        {**GEMMA4, "num_kv_shared_layers": 5, "use_double_wide_mlp": True, "vocab_size_per_layer_input": 200}
+    )
+    assert found.layer_windows == (*[512] * 5, None, *[512] * 5, None)
+    assert [found.kv_heads(layer).dim for layer in (4, 5, 6, 11)] == [32, 64, 32, 64]
+    assert [found.kv_layer(layer) for layer in (0, 5, 6, 7, 10, 11)] == [0, 5, 6, 6, 6, 5]
+    assert found.attention_layers == tuple(range(7)) and [found.mlp_size(layer) for layer in (6, 7)] == [96, 192]
+    assert found.layer_input_size == 256 and found.rope.theta == 1e6
+    assert found.local_rope == RopeConfig(10_000.0)
+    shapes = expected_shapes(found)
+    assert shapes["model.layers.11.self_attn.q_proj.weight"] == (256, 64)
+    shared = [f"model.layers.11.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
+    assert not any(name in shapes for name in shared)
+    check_names([*shapes, *shared], found, "somewhere")  # published files have them, and nothing reads them
+    with pytest.raises(StartupError, match=r"does not call for: model\.layers\.6\.self_attn\.own"):
+        check_names([*shapes, "model.layers.6.self_attn.own"], found, "somewhere")
+
+
+def test_large_gemma_4_takes_keys_as_values() -> None:
+    large = {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    found = config_of(large)
+    assert found.kv_heads(5) == KVHeads(1, 64) and found.kv_heads(0) == KVHeads(2, 32)
+    assert [found.has_values(layer) for layer in (4, 5)] == [True, False]
+    by_layer = {str(layer): {"head_dim": 64, "num_key_value_heads": 1} for layer in (5, 11)}
+    written = {**large, "global_head_dim": None, "num_global_key_value_heads": None, "per_layer_config": by_layer}
+    assert config_of(written) == found, "as transformers writes it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"use_bidirectional_attention": "all"}, "both directions"),
+        ({"enable_moe_block": True}, "experts beside each MLP"),
+        ({"vocab_size_per_layer_input": 100}, "embeds other tokens"),
+        ({"num_kv_shared_layers": 7, "vocab_size_per_layer_input": 200}, "no layer has keys and values for the last 7"),
+        ({"hidden_size_per_layer_input": 0, "per_layer_config": {"5": {"head_dim": 64}}}, "lacks the key '11'"),
+        (
+            {"hidden_size_per_layer_input": 0, "per_layer_config": {"5": {"head_dim": 64}, "11": {"head_dim": 32}}},
+            "different heads",
+        ),
+    ],
+)
+def test_gemma_4_refuses_what_it_cannot_do(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(StartupError, match=says):
+        config_of({**GEMMA4, **changes})

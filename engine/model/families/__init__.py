@@ -12,7 +12,7 @@ from pathlib import Path
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import STORED_BITS, JsonObject, ModelConfig, read_json, unsupported
 from raydix.engine.model.families.family import Family, Settings
-from raydix.engine.model.families.gemma import GEMMA, GEMMA2, GEMMA3
+from raydix.engine.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED
 from raydix.engine.model.families.gpt_oss import GPT_OSS
 from raydix.engine.model.families.granite import GRANITE, GRANITE_MOE
 from raydix.engine.model.families.lfm import LFM2
@@ -25,7 +25,7 @@ from raydix.engine.model.packed_weights import Packing, packing_of
 
 _ALL = (
     *(LLAMA, MISTRAL, MINISTRAL),
-    *(QWEN2, QWEN3, QWEN3_5, GEMMA, GEMMA2, GEMMA3),
+    *(QWEN2, QWEN3, QWEN3_5, GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
     *(PHI3, SMOLLM3, GLM, GLM4, HELIUM, ERNIE4_5, SEED_OSS),
     *(GRANITE, OLMO2, OLMO3, EXAONE4, MINISTRAL3),
     LFM2,

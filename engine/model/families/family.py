@@ -81,3 +81,13 @@ class Family:
     def is_recurrent(self) -> bool:
         """True if some of its layers keep a recurrent state."""
         return "linear_num_value_heads" in self.defaults or "conv_L_cache" in self.defaults
+
+    @property
+    def cpu_only(self) -> str | None:
+        """What its models have that runs on CPUs only, as `ModelConfig.cpu_only`."""
+        parts = {
+            "experts": self.has_experts,
+            "recurrent layers": self.is_recurrent,
+            "layers of different shapes": "global_head_dim" in self.defaults,
+        }
+        return next((name for name, has in parts.items() if has), None)

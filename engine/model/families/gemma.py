@@ -1,11 +1,12 @@
-"""Gemma, Gemma 2 and Gemma 3."""
+"""Gemma, Gemma 2, Gemma 3 and Gemma 4."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raydix.engine.model.config import LayerNorms, ModelConfig
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.config import KVHeads, LayerNorms, ModelConfig
 from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.parts import decoder, layer_windows, optional_float, rope_of, rope_parameters
 
@@ -16,6 +17,12 @@ GEMMA_DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 8192,
 }
+
+SANDWICH = LayerNorms(
+    attention_post="post_attention_layernorm",
+    mlp="pre_feedforward_layernorm",
+    mlp_post="post_feedforward_layernorm",
+)
 
 
 def gemma(settings: Settings) -> ModelConfig:
@@ -62,11 +69,7 @@ def with_sandwich_norm(settings: Settings, is_windowed: Callable[[int], bool]) -
         gemma(settings),
         layer_windows=layer_windows(settings, settings["sliding_window"], is_windowed),
         attention_scale=float(settings["query_pre_attn_scalar"]) ** -0.5,
-        norms=LayerNorms(
-            attention_post="post_attention_layernorm",
-            mlp="pre_feedforward_layernorm",
-            mlp_post="post_feedforward_layernorm",
-        ),
+        norms=SANDWICH,
     )
 
 
@@ -123,4 +126,107 @@ GEMMA3 = Family(
         "sliding_window_pattern": 6,
     },
     describe=_gemma3,
+)
+
+
+def _gemma4(settings: Settings) -> ModelConfig:
+    if settings.get("use_bidirectional_attention") == "all":
+        raise StartupError(f"{settings.architecture} attends in both directions here, which is not supported")
+    if settings.get("enable_moe_block"):
+        raise StartupError(f"{settings.architecture} has experts beside each MLP here, which is not supported")
+    num_layers, vocab_size = int(settings["num_hidden_layers"]), int(settings["vocab_size"])
+    windows = layer_windows(settings, settings["sliding_window"], lambda index: (index + 1) % 6 != 0)
+    windows = (*windows[:-1], None)  # whatever is stated of the last layer
+    own_size = int(settings["hidden_size_per_layer_input"])
+    if own_size and int(settings.get("vocab_size_per_layer_input") or vocab_size) != vocab_size:
+        raise StartupError(f"{settings.architecture} embeds other tokens in its layers than at its start")
+    num_shared = int(settings["num_kv_shared_layers"])
+    if set(windows) != set(windows[: num_layers - num_shared]):
+        raise ValueError(f"no layer has keys and values for the last {num_shared}")
+
+    ropes = rope_parameters(settings)
+    settings = settings.changed(rope_parameters=None, hidden_act=settings["hidden_activation"])
+    plain = decoder(settings)
+    return replace(
+        plain,
+        layer_windows=windows,
+        rope=rope_of(settings, ropes["full_attention"], 1e6),
+        local_rope=rope_of(settings, ropes.get("sliding_attention") or {}, 1e4),
+        attention_scale=1.0,
+        embedding_scale=math.sqrt(plain.hidden_size),
+        norms=SANDWICH,
+        qk_norm=True,
+        value_norm=True,
+        unlimited_heads=_unlimited_heads(settings, windows),
+        keys_as_values=bool(settings["attention_k_eq_v"]),
+        num_shared_kv_layers=num_shared,
+        shared_kv_scale=2 if settings["use_double_wide_mlp"] else 1,
+        layer_input_size=own_size,
+        layer_scalars=True,
+        logit_soft_cap=optional_float(settings.get("final_logit_softcapping")),
+    )
+
+
+def _unlimited_heads(settings: Settings, windows: Sequence[int | None]) -> KVHeads:
+    """The heads of layers without a window, as published, or as transformers writes them: for each layer."""
+    num, dim = settings["num_key_value_heads"], settings["global_head_dim"]
+    if settings["attention_k_eq_v"]:
+        num = settings.get("num_global_key_value_heads") or num
+    by_layer = settings.get("per_layer_config") or {}
+    stated = [by_layer[str(index)] for index, window in enumerate(windows) if window is None and by_layer]
+    found = {KVHeads(int(each.get("num_key_value_heads", num)), int(each.get("head_dim", dim))) for each in stated}
+    if len(found) > 1:
+        raise ValueError("the layers without a window have different heads")
+    return found.pop() if found else KVHeads(int(num), int(dim))
+
+
+_GEMMA4_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+}
+
+# Gemma 4, the text model: layers without a window have heads of their own and turn a part of them; values pass a norm;
+# in the small sizes each layer has its own embedding of a token, and the last layers attend to other layers' KV.
+GEMMA4 = Family(
+    model_type="gemma4",
+    architecture="Gemma4ForCausalLM",
+    title="Gemma 4, dense",
+    sizes={"E2B": 5.1, "E4B": 8.0, "31B": 30.7},
+    also=("Gemma4ForConditionalGeneration",),
+    defaults=_GEMMA4_DEFAULTS,
+    describe=_gemma4,
+)
+
+# Gemma 4 whose images and sound are projected like tokens: the same text model, without embeddings in layers.
+GEMMA4_UNIFIED = Family(
+    model_type="gemma4unified",
+    architecture="Gemma4UnifiedForCausalLM",
+    title="Gemma 4 Unified",
+    sizes={"12B": 12.0},
+    also=("Gemma4UnifiedForConditionalGeneration",),
+    defaults={
+        **_GEMMA4_DEFAULTS,
+        "max_position_embeddings": 262_144,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+    },
+    describe=_gemma4,
 )

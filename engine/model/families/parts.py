@@ -12,7 +12,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-_ROPE_TYPES = ("linear", "llama3", "yarn", "longrope")
+_ROPE_TYPES = ("linear", "llama3", "yarn", "longrope", "proportional")
 # Dynamic scaling begins beyond max_position, which is never served; in text all sections of mrope count alike.
 _UNSCALED = ("default", "dynamic", "mrope")
 
@@ -101,13 +101,17 @@ def rope_of(settings: Settings, parameters: JsonObject, theta: float) -> RopeCon
     theta = float(parameters.get("rope_theta", theta))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     share = float(parameters.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0)
-    if share != 1.0 and "partial_rotary_factor" not in settings.defaults:
+    if share != 1.0 and kind != "proportional" and "partial_rotary_factor" not in settings.defaults:
         raise StartupError(
             f"{settings.architecture} rotates only a part of each head here (partial_rotary_factor), which is not "
             "supported"
         )
     if kind in _UNSCALED:
         return RopeConfig(theta, share=share)
+    if kind == "proportional":  # the share of pairs that turn, of frequencies counted over the whole head
+        turning = float(parameters.get("partial_rotary_factor") or 1.0)
+        factor = float(parameters.get("factor") or 1.0)
+        return RopeConfig(theta, {"rope_type": kind, "partial_rotary_factor": turning, "factor": factor})
     if kind not in _ROPE_TYPES:
         raise unsupported(f"the rope type {kind!r}", (*_UNSCALED, *_ROPE_TYPES))
 

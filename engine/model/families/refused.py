@@ -42,7 +42,6 @@ REFUSED = (
         "layer norms with a bias",
     ),
     Refused("Gemma 3n", ("Gemma3n",), "embeddings for each layer, and alternating updates (AltUp)"),
-    Refused("Gemma 4", ("Gemma4",), "embeddings for each layer, and KV shared between layers"),
     Refused("T5, BART, Whisper", ("T5", "Bart", "Whisper"), "an encoder beside the decoder"),
     Refused("BERT and its kin", ("Bert", "Roberta", "ModernBert"), "attention in both directions"),
 )
