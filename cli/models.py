@@ -15,8 +15,11 @@ from raydix.engine.model.families.family import Family
 from raydix.engine.model.families.refused import REFUSED
 
 REST_GIB = 0.5  # memory of one step's results and of KV for some thousand tokens, about
-# Approximate bytes of one parameter: in int8 the table of embeddings stays in bfloat16.
+# Approximate bytes of one parameter: in int8 the table of embeddings stays in bfloat16. Those of stored weights are the
+# family's to say (`Family.stored_bytes`).
 BYTES = {"bfloat16": 2.0, "int8": 1.1}
+# Kinds of weights, as `model.quantization` names them, with the headings of their columns.
+HEADINGS = {"bfloat16": "fits in bfloat16", "stored": "fits as stored", "int8": "fits in int8"}
 
 
 def run(*, markdown: bool = False) -> int:
@@ -31,7 +34,7 @@ def lines(machine: Machine) -> Iterator[str]:
     where = f"{min(machine.large_gpus_gib):.0f} GiB of GPU memory" if machine.large_gpus_gib else "the free memory"
     yield f"Of {where} about {max(room_gib, 0):.1f} GiB can hold weights. raydix serve computes it exactly."
     yield ""
-    heading = ("family", *(f"fits in {kind}" for kind in kinds), "too large here")
+    heading = ("family", *(HEADINGS[kind] for kind in kinds), "too large here")
     yield from _columns([heading, *(_row(family, machine, room_gib, kinds) for family in FAMILIES.values())])
     yield ""
     yield "Not supported, and what is missing:"
@@ -44,7 +47,7 @@ def room(machine: Machine) -> tuple[float, tuple[str, ...]]:
         return GPU_SHARE * min(machine.large_gpus_gib) - GPU_CONTEXT_GIB - REST_GIB, ("bfloat16",)
     free_gib = machine.memory_gib if machine.free_gib is None else machine.free_gib
     others_gib = SERVER_GIB + INGRESS_GIB + STORE_RESERVE_GIB + WORKER_GIB + REST_GIB
-    return free_gib - others_gib, ("bfloat16", "int8")
+    return free_gib - others_gib, tuple(HEADINGS)
 
 
 def _row(family: Family, machine: Machine, room_gib: float, kinds: Sequence[str]) -> tuple[str, ...]:
@@ -53,7 +56,8 @@ def _row(family: Family, machine: Machine, room_gib: float, kinds: Sequence[str]
         return (family.title, *("" for _ in kinds), f"{family.cpu_only} run on CPUs only")
     rest, cells = dict(family.sizes), []
     for kind in kinds:
-        fitting = [name for name, billions in rest.items() if billions * 1e9 * BYTES[kind] / GIB <= room_gib]
+        size = family.stored_bytes if kind == "stored" else BYTES[kind]
+        fitting = [] if size is None else [name for name, of in rest.items() if of * 1e9 * size / GIB <= room_gib]
         cells.append(", ".join(fitting))
         for name in fitting:
             del rest[name]

@@ -25,9 +25,10 @@ from raydix.engine.model.config import DeltaConfig, ExpertsConfig, ModelConfig, 
 from raydix.engine.model.families import read_config
 from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.lora import Lora, LoraLoader, LoraRows, add_loras
+from raydix.engine.model.packed_weights import mxfp4
 from raydix.engine.model.sizes import BLOCKS, LAYER_EMBEDDING, SCALES, SHARED
 from raydix.engine.model.state_pool import StatePool
-from raydix.engine.model.weights import Checkpoint, TensorSource, from_mxfp4
+from raydix.engine.model.weights import Checkpoint, TensorSource
 from raydix.kernels.decoder_pass import (
     DecoderPass,
     DeltaWeights,
@@ -652,21 +653,39 @@ class _Loader:
         names = [of.up] if of.gate is None else [of.gate, of.up]
         if self._keeps_groups and all("{}" in name for name in names):
             return self._experts_one_by_one(prefix, of, names)
-        parts = zip(*(self._of_each(f"{prefix}{name}", of) for name in names), strict=True)
-        first = (torch.cat(each) if of.stored == "plain" else _halves(each[0]) for each in parts)
         first_biases, second_biases = (self._biases(f"{prefix}{name}", of) for name in (of.up, of.down))
         router_bias = self.tensor(f"{prefix}{of.router}.bias") if of.has_bias else None
+        weights = zip(*(self._of_each(f"{prefix}{name}", of) for name in names), strict=True)
         return pack_experts(
             pack_weight(self.tensor(f"{prefix}{of.router}.weight"), router_bias, deterministic=self._deterministic),
+            [self._first(parts, bias, of) for parts, bias in zip(weights, first_biases, strict=True)],
             [
-                self.pack(weight, None if bias is None else _halves(bias))
-                for weight, bias in zip(first, first_biases, strict=True)
+                self._pack_either(weight, bias)
+                for weight, bias in zip(self._of_each(f"{prefix}{of.down}", of), second_biases, strict=True)
             ],
-            [self.pack(*pair) for pair in zip(self._of_each(f"{prefix}{of.down}", of), second_biases, strict=True)],
             of.per_token,
             normalised=of.normalised,
             activation=self._config.activation,
         )
+
+    def _first(self, parts: Sequence[Tensor | GroupedWeight], bias: Tensor | None, of: ExpertsConfig) -> PackedLinear:
+        """The gate and up projections of an expert as one product."""
+        if of.stored == "plain":
+            return self.pack(torch.cat([part for part in parts if isinstance(part, Tensor)]), bias)
+        # Rows of gate and up alternate in the one tensor of both; those of gate go first here.
+        (weight,) = parts
+        rows = torch.arange(weight.shape[0])
+        rows = torch.cat((rows[0::2], rows[1::2]))
+        weight = weight.rows(rows) if isinstance(weight, GroupedWeight) else weight[rows]
+        return self._pack_either(weight, None if bias is None else bias[rows])
+
+    def _pack_either(self, weight: Tensor | GroupedWeight, bias: Tensor | None) -> PackedLinear:
+        """Load a product's weight in packed form, one of few bits as it is stored if it shall be and can be kept so."""
+        if isinstance(weight, Tensor):
+            return self.pack(weight, bias)
+        if self._keeps_groups and keeps_groups(weight):
+            return pack_groups(weight, bias)
+        return self.pack(weight.widened().to(device=self._device, dtype=self._dtype), bias)
 
     def _experts_one_by_one(self, prefix: str, of: ExpertsConfig, names: Sequence[str]) -> PackedExperts:
         """The experts of a layer that are tensors of their own, as they are stored where that is in few bits."""
@@ -678,14 +697,11 @@ class _Loader:
             router, first, second, of.per_token, normalised=of.normalised, activation=self._config.activation
         )
 
-    def _of_each(self, name: str, of: ExpertsConfig) -> Iterable[Tensor]:
+    def _of_each(self, name: str, of: ExpertsConfig) -> Iterable[Tensor | GroupedWeight]:
         """A weight of each expert, [rows, columns], one after the other, from a tensor each or from one of all."""
         if of.stored == "mxfp4":
             blocks, scales = self._weights.tensor(f"{name}{BLOCKS}"), self._weights.tensor(f"{name}{SCALES}")
-            return (
-                from_mxfp4(*pair).to(device=self._device, dtype=self._dtype)
-                for pair in zip(blocks, scales, strict=True)
-            )
+            return (mxfp4(*pair, name) for pair in zip(blocks, scales, strict=True))
         if of.stored == "transposed":
             return (weight.T.contiguous() for weight in self.tensor(name))
         if "{}" not in name:
@@ -731,11 +747,6 @@ class _Loader:
         table = table.to(self._device)
         self._tables.append((rope, table))
         return table
-
-
-def _halves(rows: Tensor) -> Tensor:
-    """Rows of gate and up that alternate, as those of gate followed by those of up."""
-    return torch.cat((rows[0::2], rows[1::2]))
 
 
 def _query_scale(config: ModelConfig, max_position: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:

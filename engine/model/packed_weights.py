@@ -4,6 +4,7 @@ AWQ, GPTQ and llm-compressor pack numbers into 32-bit words, each group of input
 three store the same in different directions: w = scale * (number - zero). AWQ and GPTQ have in_features first.
 
 In FP8 a weight is a matrix of floating-point numbers of eight bits, and has scales: one, or one for each row or block.
+In MXFP4 it has floating-point numbers of four bits, and a power of two for each 32 input features.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -30,6 +31,9 @@ FLOAT8 = "F8_E4M3"  # as safetensors name it
 FLOAT8_SCALES = ("weight_scale_inv", "weight_scale")  # a weight is multiplied by either
 # Scales of inputs, which such a checkpoint would also round to FP8, and which stay wider here.
 FLOAT8_UNUSED = ("input_scale", "activation_scale")
+# Twice the values of MXFP4's sixteen numbers of four bits, so that they are whole.
+FLOAT4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+MXFP4_BITS = 4.25  # of a weight, with its part of a block's exponent
 Parts: TypeAlias = dict[str, tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]]
 """Of each part of a weight the shapes and the dtypes that it may have."""
 
@@ -189,6 +193,25 @@ class Float8:
         elif scales.numel() == rows:
             scales = scales.reshape(rows, 1)
         return (numbers * scales).to(torch.bfloat16)
+
+
+def mxfp4(blocks: "Tensor", scales: "Tensor", name: str) -> "GroupedWeight":
+    """A weight in MXFP4 (the OCP Microscaling Formats specification), as it is stored. Each of its values is one of
+    bfloat16's, too, so that widening rounds nothing. `blocks` [out_features, num_blocks, 16] of bytes, the first number
+    of each in its lower half; `scales` [out_features, num_blocks], the exponents; `name` is the weight's, for errors.
+
+    Raises:
+        StartupError: an exponent is the one that stands for no number.
+    """
+    import torch
+
+    from raydix.kernels.linear import GroupedWeight, Groups, Scales
+
+    if bool((scales == 255).any()):
+        raise StartupError(f"{name} has an exponent of 255, which is no number in MXFP4")
+    numbers = torch.stack((blocks & 15, blocks >> 4), -1).reshape(len(blocks), -1)
+    groups = Groups(4, size=32, super=32, scales=Scales.EXPONENTS, values=FLOAT4_DOUBLED)
+    return GroupedWeight(groups=groups, numbers=numbers, scales=scales)
 
 
 def _weight_of(name: str, parts: tuple[str, ...]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import Quantization
 from raydix.engine.model.config import ExpertsConfig, ModelConfig, RecurrentConfig
+from raydix.engine.model.packed_weights import MXFP4_BITS
 
 # Bytes of one number of each dtype that a model may compute in.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -208,9 +209,12 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: Quantization | N
     for name, shape in shapes.items():
         if name.endswith(SCALES):
             continue
-        if name.endswith(BLOCKS):  # widened when they are loaded, two numbers from a byte
-            shape = (*shape[:-1], 2 * shape[-1])
-            total += math.prod(shape) * (1 if quantization == "int8" else width)
+        if name.endswith(BLOCKS):  # two numbers to a byte; widened when they are loaded, unless they are kept
+            rows, numbers = math.prod(shape[:2]), 2 * math.prod(shape)
+            if quantization == "stored":
+                total += math.ceil(numbers * MXFP4_BITS / 8)
+            else:
+                total += numbers + 4 * rows if quantization == "int8" else width * numbers
         elif len(shape) == 1 or name.endswith("_bias"):
             total += 4 * math.prod(shape)  # norms and biases are float32
         elif quantization == "stored" and _is_kept(name, config) and config.stored_bits is not None:
@@ -302,7 +306,10 @@ def pair_share(config: ModelConfig) -> float:
 
 
 def _is_kept(name: str, config: ModelConfig) -> bool:
-    """True if a matrix is kept in few bits; a checkpoint that is packed has only its layers' matrices so."""
+    """True if a matrix is kept in few bits; a checkpoint that is packed has only its layers' matrices so, one in MXFP4
+    only its experts."""
+    if config.experts is not None and config.experts.stored == "mxfp4":
+        return name.endswith(BLOCKS)
     return name != _EMBEDDING and (config.packing is None or ".layers." in name)
 
 

@@ -20,8 +20,6 @@ from raydix.engine.model.stored_tensors import StoredTensor, read_headers
 from raydix.kernels.linear import GroupedWeight
 
 _DTYPES = ("BF16", "F16", "F32")
-_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_BIAS = 127
 
 
 class TensorSource(Protocol):
@@ -166,13 +164,3 @@ def _check(
 
         if tensor.end - tensor.begin != width * math.prod(shape):
             raise StartupError(f"{name} in {tensor.file} does not fill its shape, download the file again")
-
-
-def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Weights in MXFP4, 4-bit floating-point numbers in blocks of 32 with a power of two each, as bfloat16 [...,
-    num_blocks * 32]. Every such number is one of bfloat16's, so nothing is rounded. Format: the OCP Microscaling
-    Formats specification. `blocks` [..., num_blocks, 16] of bytes, the first number of each in its lower half;
-    `scales` [..., num_blocks], the exponents."""
-    table = torch.tensor([*_NUMBERS, *(-number for number in _NUMBERS)], dtype=torch.bfloat16)
-    numbers = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), -1).flatten(-2)
-    return torch.ldexp(numbers.float(), (scales.int() - _BIAS)[..., None]).to(torch.bfloat16).flatten(-2)

@@ -360,7 +360,8 @@ const float* maybe_floats(const Tensor* t, int64_t count, const char* what) {
 }
 
 // A weight in panels of 64 columns: stored in groups if `groups` says how, int8 if it has scales, else bfloat16. Scales
-// and bias are padded to whole panels. `groups` is None or (bits, size, super, zero, has_least).
+// and bias are padded to whole panels. `groups` is None or (bits, size, super, zero, has_least, kind of scales, values of
+// numbers or an empty tuple, whether numbers are in E4M3).
 raydix::Weight weight_of(const Tensor& packed, const Tensor* scales, const Tensor* bias, int64_t in, int64_t out,
                          PyObject* groups) {
   const int64_t columns = (out + 63) / 64 * 64;
@@ -376,8 +377,27 @@ raydix::Weight weight_of(const Tensor& packed, const Tensor* scales, const Tenso
               256 % g.super == 0,
           "groups must be even parts of 256 input features, of four or eight bits");
     check(in % g.super == 0 && !scales, "a weight has whole groups, and no other scales");
-    const int64_t kinds = g.has_least ? 2 : 1;
-    bytes = columns * (in / g.super) * (2 * kinds + g.super / g.size * kinds + g.super / 2 * (g.bits / 4));
+    const int64_t kind = integer(item(5));
+    check(kind >= 0 && kind <= int64_t(raydix::Scales::floats), "unknown kind of scales");
+    g.scales = raydix::Scales(kind);
+    // Without factors a scale is that of one group.
+    check(g.scales == raydix::Scales::products || (g.size == g.super && !g.has_least && g.zero == 0),
+          "scales without factors are of one group each, and nothing is taken off");
+    PyObject* const values = item(6);
+    const bool is_float8 = item(7) == Py_True;
+    g.numbers = is_float8 ? raydix::Numbers::float8 : g.bits == 4 ? raydix::Numbers::whole4 : raydix::Numbers::whole8;
+    if (const Py_ssize_t count = PyTuple_Size(values)) {
+      check(count == 16 && g.bits == 4, "a table has the values of sixteen numbers");
+      g.numbers = raydix::Numbers::table4;
+      for (Py_ssize_t i = 0; i < count; ++i) {
+        const int64_t value = integer(PyTuple_GetItem(values, i));
+        check(value >= INT8_MIN && value <= INT8_MAX, "the values of numbers must fit into eight bits");
+        g.values[i] = int8_t(value);
+      }
+    }
+    check(is_float8 == (g.scales == raydix::Scales::floats) && (!is_float8 || g.bits == 8),
+          "numbers in E4M3 have eight bits, and they alone scales in float32");
+    bytes = columns * (in / g.super) * raydix::column_bytes(g);
   }
   const auto type = groups != Py_None ? at::kByte : scales ? at::kChar : at::kBFloat16;
   check(in % 2 == 0 && packed.numel() * int64_t(packed.element_size()) == bytes, "x is not as wide as the weight");

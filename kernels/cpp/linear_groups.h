@@ -3,10 +3,12 @@
 // A panel holds, one after the other, for every `super` input features: float16 scales of its PANEL columns, and of what
 // is taken off if the weight has that; then for each group the columns' int8 factors of the scale, and uint8 factors of
 // what is taken off; then the numbers, [super / 2][PANEL] pairs along in_features: of four bits in one byte, the first
-// in the lower half, of eight bits in two bytes.
+// in the lower half, of eight bits in two bytes. Scales that are exponents take a byte in the place of a float16, and
+// those in float32 four; neither has factors.
 //
-// scale * number is exact in float32 for every format that is stored so, and what is taken off is, too. So a weight is
-// rounded once, the same on every machine, whether or not the machine rounds in between.
+// scale * number is exact in float32 for whole numbers and tables, and what is taken off is, too; the product of an E4M3
+// and a float32 is rounded there. So a weight is rounded once, the same on every machine, whether or not the machine
+// rounds in between.
 #pragma once
 
 #include "linear_block.h"
@@ -15,20 +17,29 @@
 
 namespace raydix {
 
-constexpr int64_t super_bytes(const Groups& g) {
-  const int64_t kinds = g.has_least ? 2 : 1;
-  return PANEL * (2 * kinds + g.super / g.size * kinds + g.super / 2 * (g.bits / 4));
-}
+constexpr int64_t super_bytes(const Groups& g) { return PANEL * column_bytes(g); }
 
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
 typedef int8_t Signed16 __attribute__((vector_size(16)));
 typedef uint16_t Words16 __attribute__((vector_size(32)));
+
+// `widen`: whole numbers. `widen_halves`: float16. `look_up`: for each number below 16 the value that it stands for.
+#if defined(__AVX2__)
+INLINE Signed16 look_up(const Groups& g, Bytes16 numbers) {
+  return (Signed16)_mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)g.values), (__m128i)numbers);
+}
+#else
+INLINE Signed16 look_up(const Groups& g, Bytes16 numbers) {
+  return (Signed16)vqtbl1q_s8(vld1q_s8(g.values), (uint8x16_t)numbers);
+}
+#endif
 
 #if defined(__AVX512F__)
 template <class V>
 INLINE i32x16 widen(V v) {
   return __builtin_convertvector(v, i32x16);
 }
+INLINE f32x16 widen_halves(Words16 v) { return (f32x16)_mm512_cvtph_ps((__m256i)v); }
 #elif defined(__AVX2__)
 INLINE i32x16 widen(Bytes16 v) {
   return {(i32x8)_mm256_cvtepu8_epi32((__m128i)v), (i32x8)_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)v, 8))};
@@ -39,6 +50,10 @@ INLINE i32x16 widen(Signed16 v) {
 INLINE i32x16 widen(Words16 v) {
   return {(i32x8)_mm256_cvtepu16_epi32(_mm256_castsi256_si128((__m256i)v)),
           (i32x8)_mm256_cvtepu16_epi32(_mm256_extracti128_si256((__m256i)v, 1))};
+}
+INLINE f32x16 widen_halves(Words16 v) {
+  return {(f32x8)_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)v)),
+          (f32x8)_mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)v, 1))};
 }
 #else
 INLINE Pair<i32x4> widen(int16x8_t v) { return {(i32x4)vmovl_s16(vget_low_s16(v)), (i32x4)vmovl_high_s16(v)}; }
@@ -56,6 +71,11 @@ INLINE i32x16 widen(Words16 v) {
   std::memcpy(halves, &v, sizeof v);
   return {widen(halves[0]), widen(halves[1])};
 }
+INLINE f32x16 widen_halves(Words16 v) {
+  float16x8_t halves[2];
+  std::memcpy(halves, &v, sizeof v);
+  return {widen_fp16(halves[0]), widen_fp16(halves[1])};
+}
 #endif
 
 template <class V>
@@ -65,37 +85,66 @@ INLINE V read_vector(const char* at) {
   return v;
 }
 
+// 2 ^ (exponent - 128), of which the lowest two are subnormal: the product of two halves of the way is exact.
+INLINE f32x16 power(i32x16 exponent) {
+  const i32x16 lower = exponent >> 1, upper = exponent - lower;
+  return bit_cast<f32x16>((lower + 63) << 23) * bit_cast<f32x16>((upper + 63) << 23);
+}
+
+// What the numbers of sixteen columns are multiplied by. Numbers in E4M3 come as float16, which have another bias.
+INLINE f32x16 scale_of(const Groups& g, const char* scales, const char* factors, int64_t column) {
+  if (g.scales == Scales::exponents) return power(widen(read_vector<Bytes16>(scales + column)));
+  if (g.scales == Scales::floats) return load((const float*)scales + column) * 256.0f;
+  return load((const fp16*)scales + column) * to_floats(widen(read_vector<Signed16>(factors + column)));
+}
+
+struct NumberPair {
+  f32x16 first, second;
+};
+
+// The numbers of the first and the second feature of the pairs of sixteen columns.
+template <Numbers NUMBERS>
+INLINE NumberPair numbers_at(const Groups& g, const char* at) {
+  if constexpr (NUMBERS == Numbers::table4) {
+    const Bytes16 both = read_vector<Bytes16>(at);
+    return {to_floats(widen(look_up(g, both & 15))), to_floats(widen(look_up(g, both >> 4)))};
+  } else if constexpr (NUMBERS == Numbers::float8) {
+    // The fields of an E4M3 are the upper ones of a float16, whose exponent has a bit more, below the sign.
+    const Words16 both = read_vector<Words16>(at);
+    return {widen_halves((both & 0x7f) << 7 | (both & 0x80) << 8), widen_halves((both & 0x7f00) >> 1 | (both & 0x8000))};
+  } else if constexpr (NUMBERS == Numbers::whole4) {
+    const i32x16 both = widen(read_vector<Bytes16>(at));
+    return {to_floats(both & 15), to_floats(both >> 4)};
+  } else {
+    const i32x16 both = widen(read_vector<Words16>(at));
+    return {to_floats(both & 255), to_floats(both >> 8)};
+  }
+}
+
 // Gives a visitor the weights of the cache block: for each group and each vector of sixteen columns `begin(n, pair)`, then
 // `weights(pair, n, first, second)` of the group's pairs along in_features, then `end(n)`.
-template <int BITS, class Visitor>
+template <Numbers NUMBERS, class Visitor>
 INLINE void each_group(const Block& b, int64_t vectors, Visitor& visitor) {
   const Groups& g = *b.groups;
-  constexpr int64_t PAIR = PANEL * (BITS / 4);  // bytes from pair to pair
-  const int64_t kinds = g.has_least ? 2 : 1, pairs = g.size / 2, factors = PANEL * kinds;
+  constexpr int64_t BYTES = NUMBERS == Numbers::whole4 || NUMBERS == Numbers::table4 ? 1 : 2;  // of a pair in one column
+  const int64_t pairs = g.size / 2, factors = PANEL * factor_bytes(g);
   for (int64_t pair = 0; pair < b.pairs; pair += g.super / 2) {
     const char* const scales = b.packed + pair / (g.super / 2) * super_bytes(g);
-    const char* const of_groups = scales + 2 * factors;
+    const char* const of_groups = scales + PANEL * scale_bytes(g);
     const char* const numbers = of_groups + g.super / g.size * factors;
     for (int64_t group = 0; group < g.super / g.size; ++group)
       for (int64_t n = 0; n < vectors; ++n) {
         const int64_t column = (b.vector + n) * LANES;
-        const char* const factor = of_groups + group * factors + column;
-        const f32x16 scale = load((const fp16*)scales + column) * to_floats(widen(read_vector<Signed16>(factor)));
+        const char* const factor = of_groups + group * factors;
+        const f32x16 scale = scale_of(g, scales, factor, column);
         const f32x16 off = g.has_least ? load((const fp16*)scales + PANEL + column) *
-                                             to_floats(widen(read_vector<Bytes16>(factor + PANEL)))
+                                             to_floats(widen(read_vector<Bytes16>(factor + PANEL + column)))
                                        : scale * g.zero;
-        const char* at = numbers + group * pairs * PAIR + column * (BITS / 4);
+        const char* at = numbers + (group * pairs * PANEL + column) * BYTES;
         visitor.begin(n, pair + group * pairs);
-        for (int64_t j = group * pairs; j < (group + 1) * pairs; ++j, at += PAIR) {
-          constexpr int32_t LOWER = (1 << BITS) - 1;
-          i32x16 both;
-          if constexpr (BITS == 4) {
-            both = widen(read_vector<Bytes16>(at));
-          } else {
-            both = widen(read_vector<Words16>(at));
-          }
-          visitor.weights(pair + j, n, fused(to_floats(both & LOWER), scale, -off),
-                          fused(to_floats(both >> BITS), scale, -off));
+        for (int64_t j = group * pairs; j < (group + 1) * pairs; ++j, at += PANEL * BYTES) {
+          const NumberPair of = numbers_at<NUMBERS>(g, at);
+          visitor.weights(pair + j, n, fused(of.first, scale, -off), fused(of.second, scale, -off));
         }
         visitor.end(n);
       }
@@ -104,8 +153,12 @@ INLINE void each_group(const Block& b, int64_t vectors, Visitor& visitor) {
 
 template <class Visitor>
 INLINE void visit_groups(const Block& b, int64_t vectors, Visitor visitor) {
-  if (b.groups->bits == 4) return each_group<4>(b, vectors, visitor);
-  each_group<8>(b, vectors, visitor);
+  switch (b.groups->numbers) {
+    case Numbers::whole4: return each_group<Numbers::whole4>(b, vectors, visitor);
+    case Numbers::whole8: return each_group<Numbers::whole8>(b, vectors, visitor);
+    case Numbers::table4: return each_group<Numbers::table4>(b, vectors, visitor);
+    case Numbers::float8: return each_group<Numbers::float8>(b, vectors, visitor);
+  }
 }
 
 #if defined(__AVX512BF16__)

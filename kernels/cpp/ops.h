@@ -112,14 +112,39 @@ struct Sample {
   float *logprobs, *top_logprobs;
 };
 
-// How a weight of few bits is stored: whole numbers, and what makes them weights. In groups of `size` input features,
-// w = scale * (number - zero) - least, with scale and least the products of a float16 for `super` features and a whole
-// number for the group. See linear_groups.h.
+// What the numbers of a weight of few bits are: whole, of four or eight bits; of four bits, each standing for one of
+// sixteen values; or floating-point numbers of eight bits (E4M3).
+enum class Numbers { whole4, whole8, table4, float8 };
+
+// The scale of a group, in the order of `Scales` in raydix/kernels/linear: a float16 for `super` features times an int8
+// for the group; 2 ^ (a byte - 128); or a float32, which numbers in E4M3 have.
+enum class Scales { products, exponents, floats };
+
+// How a weight of few bits is stored: numbers, and what makes them weights. In groups of `size` input features,
+// w = scale * (number - zero) - least, with least the product of a float16 for `super` features and a whole number for
+// the group. See linear_groups.h.
 struct Groups {
   int64_t bits, size, super;  // bits 0: the weight is not stored so; 4 or 8
   float zero;
   bool has_least;
+  Scales scales;
+  Numbers numbers;
+  int8_t values[16];  // of table4
 };
+
+// Bytes of the scales of one column for `super` input features, without factors.
+constexpr int64_t scale_bytes(const Groups& g) {
+  if (g.scales == Scales::products) return g.has_least ? 4 : 2;
+  return g.scales == Scales::exponents ? 1 : 4;
+}
+
+// Bytes of the factors of one column for one group.
+constexpr int64_t factor_bytes(const Groups& g) { return g.scales != Scales::products ? 0 : g.has_least ? 2 : 1; }
+
+// Bytes of one column for `super` input features.
+constexpr int64_t column_bytes(const Groups& g) {
+  return scale_bytes(g) + g.super / g.size * factor_bytes(g) + g.super / 2 * (g.bits / 4);
+}
 
 // A weight in panels of columns, see linear.cpp: bfloat16, int8 if it has scales, or groups. Scales and bias are padded
 // to whole panels.

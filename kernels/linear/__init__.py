@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from raydix.kernels.batch_invariant_matmul import batch_invariant_matmul
 from raydix.kernels.cpp import cpu_ops
-from raydix.kernels.linear.groups import GroupedWeight, Groups, in_one_form, stacked
+from raydix.kernels.linear.groups import GroupedWeight, Groups, Scales, in_one_form, stacked
 from raydix.kernels.linear.packing import Layout, PackedLinear, keeps_groups, pack_groups, pack_weight
 from raydix.kernels.linear.quantize import quantize
 from raydix.kernels.linear.reference import linear_reference
@@ -16,6 +16,7 @@ __all__ = [
     "Groups",
     "Layout",
     "PackedLinear",
+    "Scales",
     "in_one_form",
     "keeps_groups",
     "linear",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -11,10 +12,22 @@ from torch.nn import functional
 PANEL = 64
 
 
+class Scales(IntEnum):
+    """How the scales of groups are stored."""
+
+    PRODUCTS = 0
+    """A float16 for `Groups.super` input features times an int8 for each group."""
+    EXPONENTS = 1
+    """A byte for each group, 2 ** (byte - 128): half of MXFP4's scale (E8M0), since its table is doubled."""
+    FLOATS = 2
+    """A float32 for each group."""
+
+
 class Groups(NamedTuple):
     """The form of such a weight: w = scale * (number - zero) - least.
 
-    Scale and least are the products of a float16 for `super` input features and a whole number for a group of `size`.
+    `least` is the product of a float16 for `super` input features and a whole number for a group of `size`; so is the
+    scale, unless `scales` says otherwise.
     """
 
     bits: int
@@ -23,6 +36,11 @@ class Groups(NamedTuple):
     super: int
     zero: int = 0
     has_least: bool = False
+    scales: Scales = Scales.PRODUCTS
+    values: tuple[int, ...] = ()
+    """What each of the sixteen numbers of four bits stands for; empty: for itself."""
+    is_float8: bool = False
+    """Numbers are the bytes of floating-point numbers (E4M3), none of them a NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +51,10 @@ class GroupedWeight:
     numbers: Tensor
     """[out_features, in_features] uint8, below 2 ** bits."""
     scales: Tensor
-    """[out_features, in_features / super] float16."""
-    factors: Tensor
-    """[out_features, in_features / size] int8: a group's scale is its factor times the scale."""
+    """[out_features, in_features / super]: float16, or as `Scales` says uint8 or float32."""
+    factors: Tensor | None = None
+    """[out_features, in_features / size] int8: a group's scale is its factor times the scale. None: scales are not
+    products, and stand for themselves."""
     least: Tensor | None = None
     """[out_features, in_features / super] float16, if the weight has that."""
     least_factors: Tensor | None = None
@@ -51,21 +70,30 @@ class GroupedWeight:
             groups=self.groups,
             numbers=self.numbers[index],
             scales=self.scales[index],
-            factors=self.factors[index],
+            factors=None if self.factors is None else self.factors[index],
             least=None if self.least is None else self.least[index],
             least_factors=None if self.least_factors is None else self.least_factors[index],
         )
 
     def widened(self) -> Tensor:
         """The weight in float32, each rounded once; [out_features, in_features]."""
-        scale = self._of_each(self.scales, self.factors)
+        form, scales, numbers = self.groups, self.scales.float(), self.numbers.float()
+        if form.values:
+            numbers = torch.tensor(form.values, dtype=torch.float32)[self.numbers.long()]
+        elif form.is_float8:
+            numbers = self.numbers.view(torch.float8_e4m3fn).float()
+        if form.scales is Scales.EXPONENTS:
+            scales = torch.ldexp(torch.ones(()), scales - 128)
+        scale = self._of_each(scales, self.factors)
         if self.least is None or self.least_factors is None:
-            return scale * (self.numbers.float() - self.groups.zero)
+            return scale * (numbers - form.zero)
         # The product is exact, so that this is the fused operation of the C++ kernels.
-        return scale * self.numbers - self._of_each(self.least, self.least_factors)
+        return scale * numbers - self._of_each(self.least, self.least_factors)
 
-    def _of_each(self, scales: Tensor, factors: Tensor) -> Tensor:
-        of_groups = scales.float().repeat_interleave(self.groups.super // self.groups.size, 1) * factors.float()
+    def _of_each(self, scales: Tensor, factors: Tensor | None) -> Tensor:
+        of_groups = scales.float().repeat_interleave(self.groups.super // self.groups.size, 1)
+        if factors is not None:
+            of_groups = of_groups * factors.float()
         return of_groups.repeat_interleave(self.groups.size, 1)
 
 
@@ -73,7 +101,9 @@ def stacked(weights: Sequence[GroupedWeight]) -> GroupedWeight:
     """Weights of one form, one below the other. Raises `ValueError` where their forms differ."""
     if len({weight.groups for weight in weights}) != 1:
         raise ValueError("only weights of one form can be stacked")
-    least, least_factors = None, None
+    factors, least, least_factors = None, None, None
+    if weights[0].groups.scales is Scales.PRODUCTS:
+        factors = torch.cat([weight.factors for weight in weights if weight.factors is not None])
     if weights[0].groups.has_least:
         least = torch.cat([weight.least for weight in weights if weight.least is not None])
         least_factors = torch.cat([weight.least_factors for weight in weights if weight.least_factors is not None])
@@ -81,7 +111,7 @@ def stacked(weights: Sequence[GroupedWeight]) -> GroupedWeight:
         groups=weights[0].groups,
         numbers=torch.cat([weight.numbers for weight in weights]),
         scales=torch.cat([weight.scales for weight in weights]),
-        factors=torch.cat([weight.factors for weight in weights]),
+        factors=factors,
         least=least,
         least_factors=least_factors,
     )
@@ -90,17 +120,31 @@ def stacked(weights: Sequence[GroupedWeight]) -> GroupedWeight:
 def in_one_form(weights: Sequence[GroupedWeight]) -> list[GroupedWeight] | None:
     """The same weights, bit by bit, in one form, so that they can be stacked; None where there is no common one.
 
-    The common form has eight bits: with another zero, or where groups are parts of 256 with what is taken off.
+    The common form has eight bits: with another zero, or where groups are parts of 256 with what is taken off. Weights
+    whose scales are no products have none with others.
     """
     forms = {weight.groups for weight in weights}
     if len(forms) == 1:
         return list(weights)
+    if any(form.scales is not Scales.PRODUCTS for form in forms):
+        return None
+    weights = [_without_table(weight) for weight in weights]
+    forms = {weight.groups for weight in weights}
     if len({(form.size, form.super) for form in forms}) == 1 and not any(form.has_least for form in forms):
         zero = max(form.zero for form in forms)
         return [_with_zero(weight, zero) for weight in weights]
     if all(form.super == 256 for form in forms):
         return [_with_least(weight) for weight in weights]
     return None
+
+
+def _without_table(weight: GroupedWeight) -> GroupedWeight:
+    """The weight with the values of its table as numbers around 128."""
+    form = weight.groups
+    if not form.values:
+        return weight
+    numbers = (torch.tensor(form.values) + 128).to(torch.uint8)[weight.numbers.long()]
+    return replace(weight, groups=form._replace(bits=8, zero=128, values=()), numbers=numbers)
 
 
 def _with_zero(weight: GroupedWeight, zero: int) -> GroupedWeight:
@@ -113,6 +157,7 @@ def _with_least(weight: GroupedWeight) -> GroupedWeight:
     """The weight in groups of 16 with what is taken off, in place of a zero."""
     form, factors, numbers = weight.groups, weight.factors, weight.numbers
     least, least_factors = weight.least, weight.least_factors
+    assert factors is not None, "only scales that are products have a common form"
     if least is None or least_factors is None:
         # What is taken off has factors without a sign, so all groups get a negative factor: an int8 holds -128, which
         # Q6_K has in every block, and not 128. Groups with a positive one count from the other end.
@@ -137,7 +182,7 @@ def group_panels(weight: GroupedWeight) -> Tensor:
 
     The last panel is padded with zeros.
     """
-    bits, size, length, _, has_least = weight.groups
+    bits, size, length, has_least = weight.groups.bits, weight.groups.size, weight.groups.super, weight.groups.has_least
     supers = weight.shape[1] // length
 
     def panels(of: Tensor, each: int) -> Tensor:
@@ -152,11 +197,13 @@ def group_panels(weight: GroupedWeight) -> Tensor:
     numbers = panels(weight.numbers, length)
     first, second = numbers[:, :, 0::2], numbers[:, :, 1::2]
     pairs = first | second << 4 if bits == 4 else torch.stack((first, second), -1)
-    scales, factors = [panels(weight.scales, 1)], [panels(weight.factors, length // size).view(torch.uint8)]
+    scales, factors = [panels(weight.scales, 1)], []
+    if weight.factors is not None:
+        factors.append(panels(weight.factors, length // size).view(torch.uint8))
     if has_least:
         assert weight.least is not None and weight.least_factors is not None
         scales.append(panels(weight.least, 1))
         factors.append(panels(weight.least_factors, length // size))
     # A group's factors stand side by side: of its scale, then of what is taken off.
-    of_groups = torch.stack(factors, 3)
-    return torch.cat([*(as_bytes(each) for each in scales), as_bytes(of_groups), as_bytes(pairs)], 2).contiguous()
+    of_groups = [torch.stack(factors, 3)] if factors else []
+    return torch.cat([as_bytes(each) for each in (*scales, *of_groups, pairs)], 2).contiguous()

@@ -4,11 +4,22 @@ import pytest
 import torch
 
 from raydix.kernels.cpp import cpu_ops
-from raydix.kernels.linear import GroupedWeight, Groups, in_one_form, keeps_groups, linear, pack_groups, stacked
+from raydix.kernels.linear import (
+    GroupedWeight,
+    Groups,
+    Scales,
+    in_one_form,
+    keeps_groups,
+    linear,
+    pack_groups,
+    pack_weight,
+    stacked,
+)
 from raydix.kernels.linear.reference import linear_reference
 from tests.kernels.kernel_cases import assert_close
 from tests.skips import NO_PRODUCT
 
+TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 FORMS = {
     "four bits, one scale": Groups(4, 32, 32, zero=8),
     "four bits, a least value": Groups(4, 32, 32, has_least=True),
@@ -17,7 +28,14 @@ FORMS = {
     "six bits, small groups": Groups(8, 16, 256, zero=32),
     "six bits, a least value": Groups(8, 16, 256, has_least=True),
     "four bits, long groups": Groups(4, 128, 128, has_least=True),
+    "a table, exponents": Groups(4, 32, 32, scales=Scales.EXPONENTS, values=TABLE),
+    "a table, a scale": Groups(4, 32, 32, values=tuple(range(-127, 128, 16))),
+    "a table, factors": Groups(4, 32, 256, values=tuple(range(113, -128, -16))),
+    "floats, long groups": Groups(8, 128, 128, scales=Scales.FLOATS, is_float8=True),
+    "floats, short groups": Groups(8, 16, 16, scales=Scales.FLOATS, is_float8=True),
 }
+EXACT = ("a table, exponents",)
+"""Forms whose weights are numbers of bfloat16."""
 HIGHEST = {0: 15, 8: 15, 32: 63, 128: 255}
 
 
@@ -31,9 +49,17 @@ def _has_product() -> None:
 def made(out_features: int, in_features: int, form: Groups) -> GroupedWeight:
     """A weight with values such as models have, one group in two with a negative factor where there are factors."""
     num_scales, num_groups = in_features // form.super, in_features // form.size
+    if form.scales is Scales.EXPONENTS:
+        numbers = torch.randint(0, 16, (out_features, in_features)).to(torch.uint8)
+        exponents = torch.randint(116, 124, (out_features, num_scales)).to(torch.uint8)
+        return GroupedWeight(groups=form, numbers=numbers, scales=exponents)
+    if form.is_float8:
+        numbers = (torch.randn(out_features, in_features) * 20).to(torch.float8_e4m3fn).view(torch.uint8)
+        return GroupedWeight(groups=form, numbers=numbers, scales=torch.rand(out_features, num_scales) * 0.01)
     signs = 1 if form.has_least else torch.randint(0, 2, (out_features, num_groups)) * 2 - 1
-    factors = torch.randint(1, 64, (out_features, num_groups)) * signs
-    if not form.has_least and form.super > form.size:
+    # Files with a table have factors of six bits, whose products with its values are exact in float32.
+    factors = torch.randint(1, 33 if form.values else 64, (out_features, num_groups)) * signs
+    if not form.has_least and form.super > form.size and not form.values:
         # As in files: the group with the largest scale has the number whose opposite an int8 does not hold.
         factors[:, :: form.super // form.size] = -128
     least = (torch.rand(out_features, num_scales) * 0.01).half() if form.has_least else None
@@ -89,6 +115,11 @@ def test_bits_of_a_row_do_not_depend_on_the_rows(form: Groups) -> None:
         ("six bits, small groups", "four bits, factors"),
         ("eight bits", "four bits, one scale"),
         ("four bits, factors", "four bits, factors"),
+        ("a table, exponents", "a table, exponents"),
+        ("floats, long groups", "floats, long groups"),
+        ("a table, a scale", "eight bits"),
+        ("a table, factors", "six bits, small groups"),
+        ("four bits, factors", "a table, factors"),
     ],
 )
 def test_weights_of_two_forms_are_one_product(names: tuple[str, str]) -> None:
@@ -102,10 +133,45 @@ def test_weights_of_two_forms_are_one_product(names: tuple[str, str]) -> None:
 
 
 def test_some_forms_have_none_in_common() -> None:
-    weights = [made(64, 256, FORMS[name]) for name in ("four bits, a least value", "eight bits")]
-    assert in_one_form(weights) is None
+    for others in ("four bits, a least value", "a table, exponents", "floats, long groups"):
+        weights = [made(64, 256, FORMS[name]) for name in (others, "eight bits")]
+        assert in_one_form(weights) is None
     with pytest.raises(ValueError, match="one form"):
         stacked(weights)
+
+
+@pytest.mark.parametrize("form", [FORMS[name] for name in EXACT], ids=EXACT)
+def test_exact_weights_give_the_bits_of_the_widened_ones(form: Groups) -> None:
+    weight, bias = made(130, 800, form), torch.randn(130)
+    wide = pack_weight(weight.widened().bfloat16(), bias)
+    for rows in (1, 2, 3, 30):
+        x = torch.randn(rows, 800).bfloat16()
+        assert torch.equal(linear(x, pack_groups(weight, bias)), linear(x, wide)), rows
+
+
+def test_every_number_and_exponent_has_its_value() -> None:
+    form = FORMS["a table, exponents"]
+    exponents = torch.arange(255, dtype=torch.uint8)[:, None]
+    numbers = torch.arange(32, dtype=torch.uint8).remainder(16).expand(255, 32)
+    weight = GroupedWeight(groups=form, numbers=numbers, scales=exponents)
+    expected = torch.tensor(TABLE * 2, dtype=torch.float64) * 2.0 ** (
+        torch.arange(255, dtype=torch.float64)[:, None] - 128
+    )
+    expected = expected.float()  # the largest are beyond float32
+    assert torch.equal(weight.widened(), expected)
+    # The machine's own product of bfloat16 may take subnormal numbers for zeros.
+    normal = slice(3, 252)
+    given = linear(torch.eye(32).bfloat16(), pack_groups(weight)).T.float()
+    assert torch.equal(given[normal], expected[normal])
+
+
+def test_every_number_of_fp8_has_its_value() -> None:
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers[[127, 255]] = 0  # NaN
+    form = FORMS["floats, short groups"]
+    weight = GroupedWeight(groups=form, numbers=numbers[None], scales=torch.ones(1, 16))
+    given = linear(torch.eye(256).bfloat16(), pack_groups(weight))[:, 0].float()
+    assert torch.equal(given, numbers.view(torch.float8_e4m3fn).float())
 
 
 def test_rows_in_another_order() -> None:
@@ -123,6 +189,25 @@ def test_groups_that_are_no_part_of_a_cache_block_are_refused(form: Groups) -> N
     assert ops is not None
     with pytest.raises(ValueError, match="groups must be even parts of 256"):
         ops.linear(torch.zeros(1, 256).bfloat16(), packed.weight, None, None, 64, form)
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (Groups(4, 32, 64, scales=Scales.EXPONENTS), "of one group each"),
+        (Groups(4, 32, 32, zero=8, scales=Scales.EXPONENTS), "of one group each"),
+        (Groups(4, 32, 32, values=(1, 2, 3)), "sixteen"),
+        (Groups(4, 32, 32, values=(*TABLE[1:], 128)), "fit into eight bits"),
+        (Groups(8, 32, 32, values=TABLE), "sixteen"),
+        (Groups(8, 32, 32, is_float8=True), "E4M3"),
+        (Groups(8, 32, 32, scales=Scales.FLOATS), "E4M3"),
+    ],
+)
+def test_forms_that_the_product_does_not_know_are_refused(form: Groups, says: str) -> None:
+    ops = cpu_ops()
+    assert ops is not None
+    with pytest.raises(ValueError, match=says):
+        ops.linear(torch.zeros(1, 256).bfloat16(), torch.zeros(1, dtype=torch.uint8), None, None, 64, form)
 
 
 def test_wrong_widths_are_refused() -> None:

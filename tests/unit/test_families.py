@@ -260,9 +260,9 @@ def test_granite_multiplies_and_divides() -> None:
 
 def test_gpt_oss_reads_mxfp4_and_no_other_activation() -> None:
     mxfp4 = config_of({**SMALL, "model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}})
-    assert mxfp4.experts is not None and mxfp4.experts.stored == "mxfp4"
+    assert mxfp4.experts is not None and mxfp4.experts.stored == "mxfp4" and mxfp4.stored_bits == 4.25
     plain = config_of({**SMALL, "model_type": "gpt_oss"})
-    assert plain.experts is not None and plain.experts.stored == "transposed"
+    assert plain.experts is not None and plain.experts.stored == "transposed" and plain.stored_bits is None
     assert plain.layer_windows == (128, None, 128, None)
     assert plain.rope.scaling is not None and plain.rope.scaling["truncate"] is False
     with pytest.raises(StartupError, match=r"weights are quantised \(quark\)"):

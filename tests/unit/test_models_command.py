@@ -24,10 +24,12 @@ def cells(machine: Machine, title: str) -> list[str]:
 
 
 def test_sizes_stand_under_the_first_weights_with_which_they_fit() -> None:
-    assert cells(SMALL, "Qwen 3") == ["0.6B, 1.7B, 4B, 8B", "14B", "32B"]
-    assert cells(SMALL, "Qwen 3 MoE") == ["", "", "30B-A3B, 235B-A22B"]
-    assert cells(replace(SMALL, free_gib=64), "Qwen 3 MoE") == ["30B-A3B", "", "235B-A22B"]
-    assert cells(replace(SMALL, free_gib=1), "Qwen 3") == ["", "", "0.6B, 1.7B, 4B, 8B, 14B, 32B"]
+    assert cells(SMALL, "Qwen 3") == ["0.6B, 1.7B, 4B, 8B", "", "14B", "32B"]
+    assert cells(SMALL, "Qwen 3 MoE") == ["", "", "", "30B-A3B, 235B-A22B"]
+    assert cells(replace(SMALL, free_gib=64), "Qwen 3 MoE") == ["30B-A3B", "", "", "235B-A22B"]
+    assert cells(replace(SMALL, free_gib=1), "Qwen 3") == ["", "", "", "0.6B, 1.7B, 4B, 8B, 14B, 32B"]
+    assert cells(SMALL, "gpt-oss") == ["", "20B", "", "120B"]
+    assert cells(replace(SMALL, free_gib=64), "gpt-oss") == ["20B", "", "", "120B"]
 
 
 def test_a_gpu_has_one_kind_of_weights_and_no_experts() -> None:

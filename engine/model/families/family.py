@@ -61,7 +61,10 @@ class Family:
     gguf_name: str | None = None
     """The name in GGUF's `general.architecture`; None: GGUF files name it otherwise, or cannot be read."""
     reads_quantized: tuple[str, ...] = ()
-    """Kinds of quantised weights, as `quant_method` names them, that the loader widens."""
+    """Kinds of quantised weights, as `quant_method` names them, that only this family has."""
+    stored_bytes: float | None = None
+    """About the bytes of a parameter in memory, where the published weights are in few bits and are kept so; None: they
+    are published in bfloat16."""
     defaults: JsonObject
     """Values that a `config.json` may leave out because the publisher's configuration class supplies them."""
     describe: Callable[[Settings], ModelConfig]

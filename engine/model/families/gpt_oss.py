@@ -1,6 +1,6 @@
 """gpt-oss: experts with biases and a clamped activation, attention sinks, and a window in every other layer.
 
-Published experts are in MXFP4, and are widened when they are loaded.
+Published experts are in MXFP4, in which they are kept with `model.quantization: stored`; otherwise they are widened.
 """
 
 from dataclasses import replace
@@ -38,6 +38,7 @@ GPT_OSS = Family(
     title="gpt-oss",
     sizes={"20B": 20.9, "120B": 116.8},
     reads_quantized=("mxfp4",),
+    stored_bytes=0.67,
     defaults={
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131_072,
