@@ -89,14 +89,17 @@ class ModelSection(Section):
         description="Adapters that are loaded at a time by /v1/load_lora_adapter, beside those of `adapters`. Each is "
         "in the memory of every worker.",
     )
-    tool_parser: Annotated[Literal["hermes", "llama3", "mistral", "pythonic"] | None, Effect.INGRESS] = Field(
-        default=None,
-        description="Format in which the model writes calls of tools; by default the one that its chat template has.",
+    tool_parser: Annotated[Literal["hermes", "llama3", "mistral", "pythonic", "harmony"] | None, Effect.INGRESS] = (
+        Field(
+            default=None,
+            description="Format in which the model writes calls of tools; by default that of its chat template. "
+            "harmony, gpt-oss' format, is one of whole answers, and needs its special tokens.",
+        )
     )
     reasoning_parser: Annotated[Literal["think", "none"] | None, Effect.INGRESS] = Field(
         default=None,
         description="Form of the reasoning before answers: think, between <think> and </think>; none: all is text. By "
-        "default think where the chat template has these tags.",
+        "default think where the chat template has these tags; gpt-oss' channels are told apart unless it is none.",
     )
     effort_tokens: Annotated[dict[LimitedEffort, ReasoningTokens], Effect.INGRESS] = Field(
         default=dict(EFFORT_TOKENS),

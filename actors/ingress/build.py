@@ -239,9 +239,20 @@ def _model(config: Config) -> _Model:
         served=ServedModel(name, identity.max_model_len, identity.vocab_size, identity.config.hidden_size),
         tokenizer=tokenizer,
         vocabulary=Vocabulary(tokenizer),
-        tool_format=TOOL_FORMATS[config.model.tool_parser or tool_format(tokenizer)],
-        has_reasoning=reasoning == "think",
+        tool_format=_tool_format(config, tokenizer),
+        has_reasoning=reasoning != "none",
     )
+
+
+def _tool_format(config: Config, tokenizer: Tokenizer) -> ToolFormat:
+    """The configured format of calls, or the model's. Raises StartupError for one that the tokenizer cannot write."""
+    found = TOOL_FORMATS[config.model.tool_parser or tool_format(tokenizer)]
+    missing = [name for name in found.markers if tokenizer.special_id(name) is None]
+    if found.has_channels and missing:
+        raise StartupError(
+            f"model.tool_parser: this model's tokenizer has no token {missing[0]}, which {found.name} has"
+        )
+    return found
 
 
 def _adapters(config: Config, model: _Model) -> tuple[Adapter, ...]:

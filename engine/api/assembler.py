@@ -73,7 +73,7 @@ class ChoiceAssembler:
                 self.num_reasoning_tokens += was_reasoning or parser.is_reasoning
             if piece.finish is None and not parser.is_done:
                 continue
-            found += parser.finish()
+            found += parser.finish(is_cut=piece.finish is FinishReason.LENGTH)
             # An answer that is cut behind a call ends by its length: another call may have been to come.
             is_called = parser.is_done or (parser.has_called and piece.finish is FinishReason.STOP)
             finish = FinishReason.TOOL_CALLS if is_called else piece.finish

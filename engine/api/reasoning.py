@@ -12,6 +12,7 @@ from raydix.engine.core.answers.lead import Lead
 from raydix.engine.core.answers.prompt_form import ChatEnd
 from raydix.engine.core.answers.reasoning_limit import ReasoningLimit
 from raydix.engine.core.errors import RequestError
+from raydix.engine.core.ingress.parsers.events import WHITESPACE
 from raydix.engine.core.ingress.parsers.reasoning import REASONING_TAGS, begins_inside, ends_reasoning
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -100,27 +101,31 @@ def effort_arguments(effort: str, template: str) -> Mapping[str, object]:
 
 
 def with_limit(
-    spec: GenerationSpec, prompt: str, encode: Callable[[str], Sequence[int]], pieces: Mapping[int, bytes]
+    spec: GenerationSpec,
+    prompt: str,
+    encode: Callable[[str], Sequence[int]],
+    pieces: Mapping[int, bytes],
+    tags: tuple[str, str] = REASONING_TAGS,
 ) -> GenerationSpec:
     """Have the reasoning of an answer to the rendered prompt end in time, if the request limits it. `encode` makes ids
-    of a text; `pieces` as `tag_pieces`.
+    of a text; `pieces` as `tag_pieces`, of the `tags` around the reasoning.
 
-    Raises RequestError where a tag of reasoning is more than one token.
+    Raises RequestError where a tag of reasoning is more than one token; other opening tags may be several.
     """
     limit = spec.reasoning.max_tokens
     if limit is None:
         return spec
-    opening, closing = map(encode, REASONING_TAGS)
-    lead = lead_of(prompt)
-    is_open = lead.is_open
+    opening, closing = map(encode, tags)
+    lead = lead_of(prompt, tags)
     # The closing tag is forced as one token; the opening one must be seen, unless the prompt has it.
-    if len(closing) != 1 or not (is_open or len(opening) == 1):
+    is_seen = lead.is_open or len(opening) == 1 or tags is not REASONING_TAGS
+    if len(closing) != 1 or not is_seen:
         param = spec.reasoning.limit_param
         raise RequestError(
             f"'{param}' is not supported: this model's tokenizer has no tokens for the tags of reasoning.", param=param
         )
-    tags = {ids[0]: tag for ids, tag in ((opening, lead.opening), (closing, lead.closing)) if len(ids) == 1}
-    known = ReasoningLimit(limit, closing[0], lead, {**pieces, **tags})
+    whole = {ids[0]: tag for ids, tag in ((opening, lead.opening), (closing, lead.closing)) if len(ids) == 1}
+    known = ReasoningLimit(limit, closing[0], lead, {**pieces, **whole})
     return replace(spec, sampling=replace(spec.sampling, reasoning_limit=known))
 
 
@@ -144,10 +149,10 @@ def with_lead(spec: GenerationSpec, prompt: str) -> GenerationSpec:
     return replace(spec, sampling=replace(spec.sampling, grammar=replace(grammar, lead=lead)))
 
 
-def lead_of(prompt: str) -> Lead:
-    """The reasoning with which an answer to the rendered prompt may begin."""
-    opening, closing = (tag.encode() for tag in REASONING_TAGS)
-    return Lead(opening, closing, is_open=begins_inside(prompt))
+def lead_of(prompt: str, tags: tuple[str, str] = REASONING_TAGS) -> Lead:
+    """The reasoning with which an answer to the rendered prompt may begin, between these tags."""
+    opening, closing = (tag.encode() for tag in tags)
+    return Lead(opening, closing, is_open=prompt.rstrip(WHITESPACE).endswith(tags[0]))
 
 
 def _may_reason(spec: GenerationSpec, prompt: str) -> bool:

@@ -12,7 +12,8 @@ from raydix.engine.api.grammars import schema_grammar
 from raydix.engine.api.spec import GenerationSpec, ToolUse
 from raydix.engine.api.validation import LenientModel, StrictModel, describe, problem
 from raydix.engine.core.errors import RequestError
-from raydix.engine.core.ingress.parsers.forms import CallForm, CallGrammar
+from raydix.engine.core.ingress.parsers.forms import CallForm
+from raydix.engine.core.ingress.parsers.harmony_forms import HarmonyForm
 from raydix.engine.core.types import GrammarKind
 
 MAX_TOOLS = 1024
@@ -197,7 +198,7 @@ def _definitions(tools: Sequence[Tool], paths: ToolPaths) -> Sequence[Definition
     return found
 
 
-def with_calls(spec: GenerationSpec, form: CallForm, special: Mapping[str, int]) -> GenerationSpec:
+def with_calls(spec: GenerationSpec, form: CallForm | HarmonyForm, special: Mapping[str, int]) -> GenerationSpec:
     """A request with the form of its answer where that may call functions, and where the request asks for a form, too.
 
     `form` is the one of the model's calls, `special` the ids of special tokens in it by name. Raises RequestError where
@@ -211,7 +212,7 @@ def with_calls(spec: GenerationSpec, form: CallForm, special: Mapping[str, int])
     # Only the required ones: the grammar offers no other call.
     if tools.required:
         schemas = {name: tools.schemas[name] for name in tools.required}
-    calls = CallGrammar(form, schemas, special, tools.is_single)
+    calls = form.grammar(schemas, special, is_single=tools.is_single)
     if grammar is None:
         grammar, param = calls.required() if tools.required else calls.among_text(), _place_of(schemas, tools)
     elif tools.required:

@@ -103,12 +103,15 @@ class Grammar:
     source: str
     lead: Lead | None = None
     """Reasoning that may stand before the answer; the grammar binds what follows."""
+    frame: str = ""
+    """Rules in Lark's notation of an answer of which the grammar binds the part `@answer` alone."""
 
     @property
     def digest(self) -> bytes:
-        """Name of the grammar, whatever stands before the answer, the same in every process: 16 bytes."""
+        """Name of the grammar and its frame, whatever reasoning stands before the answer, the same in every process: 16
+        bytes."""
         # The kind is part of the name: one source can be valid in two languages, and mean other answers.
-        text = f"{self.kind}\0{self.source}".encode()
+        text = f"{self.kind}\0{self.source}\0{self.frame}".encode()
         return blake2b(text, digest_size=GRAMMAR_DIGEST_BYTES, key=b"raydix grammar").digest()
 
 

@@ -213,7 +213,9 @@ def _render(
     special_tokens: bool = False,
 ) -> RenderedChat:
     """Render messages as the template can: tools, calls and results are its own matter, or plain text."""
-    if tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+    has_calls = tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+    # Harmony has arguments as the text that the model wrote.
+    if has_calls and not tokenizer.writes_harmony(template):
         if renders_tools(tokenizer, template):
             messages = [_with_objects(message) for message in messages]
         else:
@@ -253,6 +255,8 @@ def renders_tools(tokenizer: Tokenizer, template: ChatTemplate = MODEL_TEMPLATE)
 def tool_format(tokenizer: Tokenizer) -> str:
     """Name of the format in which the model writes calls, by its chat template
     (`raydix.engine.core.ingress.parsers`)."""
+    if tokenizer.writes_harmony():
+        return "harmony"
     if not tokenizer.has_chat_template or not renders_tools(tokenizer):
         return "hermes"  # as `tool_texts` asks for
     found = (name for mark, name in TOOL_MARKS if mark in tokenizer.chat_template)
@@ -260,7 +264,9 @@ def tool_format(tokenizer: Tokenizer) -> str:
 
 
 def reasoning_format(tokenizer: Tokenizer) -> str:
-    """Name of the form in which the model writes reasoning, by its chat template: `think`, or `none`."""
+    """Name of the form in which the model writes reasoning, by its chat template: `think`, `harmony` or `none`."""
+    if tokenizer.writes_harmony():
+        return "harmony"
     return "think" if "</think>" in tokenizer.chat_template else "none"
 
 

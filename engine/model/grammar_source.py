@@ -65,6 +65,12 @@ def may_force_long_text(grammar: Grammar) -> bool:
 def native_source(grammar: Grammar) -> str:
     """Return a grammar of a canonical kind as llguidance takes it, in a few milliseconds for the longest. Raises
     GrammarError for other kinds, and where the JSON is broken; llguidance finds more when it compiles."""
+    if grammar.frame:
+        source = native_source(replace(grammar, frame=""))
+        is_lark = grammar.kind is GrammarKind.LARK
+        [answer] = [{"lark_grammar": source}] if is_lark else json.loads(source)["grammars"]
+        frame = {"name": "frame", "lark_grammar": grammar.frame}
+        return json.dumps({"grammars": [frame, {**answer, "name": "answer"}]})
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             try:

@@ -15,12 +15,15 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
 from raydix.engine.core.answers.transcripts import EncodedText
 from raydix.engine.core.errors import RequestError, StartupError
+from raydix.engine.core.ingress.parsers.harmony import CALL, CHANNEL, RETURN, TOKENS
+from raydix.engine.model import harmony
 from raydix.engine.model.config import read_json
 
 # Characters without a meaning of their own, which nearly no text has.
@@ -130,6 +133,10 @@ class Tokenizer:
         self._longest_token, self._lost_bytes = self._lengths()
         self.eos_token_ids: list[int] = eos_token_ids(folder, self._tokenizer.eos_token_id)
         """The ids that end a generation, ascending: the end of the text and, for chat models, the end of a turn."""
+        if self.writes_harmony():
+            # A GGUF file names one end alone.
+            ends = (self.special_id(name) for name in (RETURN, CALL))
+            self.eos_token_ids = sorted({*self.eos_token_ids, *(end for end in ends if end is not None)})
 
     @property
     def vocab_size(self) -> int:
@@ -155,8 +162,13 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """True if `render_chat` has a template to render with."""
-        return self._tokenizer.chat_template is not None
+        """True if `render_chat` can render chats without a client's template."""
+        return self._tokenizer.chat_template is not None or self.writes_harmony()
+
+    def writes_harmony(self, template: ChatTemplate = MODEL_TEMPLATE) -> bool:
+        """True if chats are rendered in harmony: by the special tokens, unless a template says otherwise."""
+        has_tokens = all(self.special_id(name) is not None for name in TOKENS)
+        return has_tokens and template.source is None and (not self.chat_template or CHANNEL in self.chat_template)
 
     def to_json(self) -> str:
         """Return the tokenizer as the text of a `tokenizer.json`."""
@@ -324,6 +336,9 @@ class Tokenizer:
             marked = mark_names([*messages, {"arguments": arguments}], self._special_names, tools)
             *messages, last = marked.messages
             tools, arguments, mark = marked.tools, last["arguments"], marked.mark
+        if self.writes_harmony(template):
+            text = harmony.render(messages, tools, arguments, today=str(date.today()), begins_answer=begins_answer)
+            return RenderedChat(text, mark)
         try:
             rendered: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],

@@ -10,11 +10,14 @@ from raydix.engine.api.assembler import ChoiceAssembler
 from raydix.engine.api.resuming import Origin
 from raydix.engine.api.spec import GenerationSpec, sampling_params
 from raydix.engine.core.answers.prompt_form import ChatEnd
+from raydix.engine.core.ingress.detokenizer import Detokenizer
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.parsers import HERMES, LLAMA3, ToolFormat
 from raydix.engine.core.ingress.parsers.answer import AnswerParser, AssembledMessage
 from raydix.engine.core.ingress.parsers.bare import BareCalls
 from raydix.engine.core.ingress.parsers.custom import CustomCalls
+from raydix.engine.core.ingress.parsers.events import CallParser
+from raydix.engine.core.ingress.parsers.harmony import HarmonyMessages, opening
 from raydix.engine.core.ingress.parsers.reasoning import REASONING_TAGS, ReasoningParser, begins_inside
 from raydix.engine.core.tenants import Tenant, num_public_tokens, salt_of
 from raydix.engine.core.types import Adapter, CacheHints, CacheMark, Pooling, Salt
@@ -167,9 +170,7 @@ class Choices:
         own_stops = () if spec.ignore_eos else self._facts.eos_token_ids
         parser = self._parser(spec, chat)
         assembler = ChoiceAssembler(
-            self._vocabulary.detokenizer(skip_special_tokens=spec.form.skip_special_tokens)
-            if parser is None or not spec.form.skip_special_tokens
-            else self._vocabulary.showing((*self._facts.tool_format.markers, *REASONING_TAGS)),
+            self._detokenizer(spec, parser),
             spec.stop,
             include_stop=spec.form.include_stop,
             min_tokens=generation.sampling.min_tokens,
@@ -182,8 +183,19 @@ class Choices:
         message = None if parser is None else AssembledMessage(partial(next, call_ids), echo, custom)
         return Answer(generation, assembler, index, echo, chat=chat, message=message)
 
+    def _detokenizer(self, spec: GenerationSpec, parser: AnswerParser | None) -> Detokenizer:
+        """A detokenizer of an answer, which shows the special tokens that the parser looks for."""
+        kind = self._facts.tool_format
+        # The parts of an answer in channels cannot be told apart without their special tokens.
+        if parser is None or not (spec.form.skip_special_tokens or kind.has_channels):
+            return self._vocabulary.detokenizer(skip_special_tokens=spec.form.skip_special_tokens)
+        names = kind.markers if kind.has_channels else (*kind.markers, *REASONING_TAGS)
+        return self._vocabulary.showing({name: kind.shown(name) for name in names})
+
     def _parser(self, spec: GenerationSpec, chat: Chat | None) -> AnswerParser | None:
         """A parser of an answer to a chat; None if there is nothing to find in it but text."""
+        if chat is not None and self._facts.tool_format.has_channels:
+            return self._channels(spec, chat)
         tools, calls, reasoning = spec.tools, None, None
         if tools is not None and tools.may_call:
             kind = self._facts.tool_format
@@ -202,6 +214,24 @@ class Choices:
         return AnswerParser(
             calls,
             reasoning,
+            is_single=tools is not None and tools.is_single,
+            has_only_calls=tools is not None and bool(tools.required),
+            shows_reasoning=spec.reasoning.is_shown,
+        )
+
+    def _channels(self, spec: GenerationSpec, chat: Chat) -> AnswerParser:
+        """A parser of an answer in channels."""
+        tools = spec.tools
+        messages = HarmonyMessages(
+            () if tools is None else tools.schemas,
+            may_call=tools is not None and tools.may_call,
+            is_separate=self._facts.has_reasoning and spec.reasoning.is_separate,
+            begun=opening(chat.prompt.text),
+        )
+        calls: CallParser = messages if tools is None or not tools.inputs else CustomCalls(messages, tools.inputs)
+        return AnswerParser(
+            calls,
+            messages=messages,
             is_single=tools is not None and tools.is_single,
             has_only_calls=tools is not None and bool(tools.required),
             shows_reasoning=spec.reasoning.is_shown,

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -30,10 +30,10 @@ class Vocabulary:
             return ByteDetokenizer(table)
         return PrefixDetokenizer(partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens))
 
-    def showing(self, names: Sequence[str]) -> Detokenizer:
-        """A detokenizer for one answer, which shows the special tokens of these names."""
-        ids = ((self._tokenizer.special_id(name), name) for name in names)
-        shown = {token_id: name for token_id, name in ids if token_id is not None}
+    def showing(self, texts: Mapping[str, str]) -> Detokenizer:
+        """A detokenizer for one answer, which shows the special tokens of these names as texts."""
+        ids = ((self._tokenizer.special_id(name), text) for name, text in texts.items())
+        shown = {token_id: text for token_id, text in ids if token_id is not None}
         return ShowingDetokenizer(self.detokenizer(), shown) if shown else self.detokenizer()
 
     def added_id(self, name: str) -> int | None:

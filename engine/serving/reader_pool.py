@@ -148,14 +148,14 @@ class RequestReader:
         if (written := sampling.grammar) is None:
             return reading
         # By what the client wrote: finding the canonical form is the work that is to be saved.
-        digest = written.digest
+        digest = replace(written, frame="").digest
         known = self._valid_grammars.get(digest)
         if known is None:
-            question = GrammarQuestion(written, reading.spec.grammar_param or "grammar")
+            question = GrammarQuestion(replace(written, frame=""), reading.spec.grammar_param or "grammar")
             known = await self._readers.read(question, len(written.source), tenant)
             self._keep(digest, known)
-        # What may stand before the answer is the request's own, and no part of the grammar's digest.
-        sampling = replace(sampling, grammar=replace(known, lead=written.lead))
+        # What may stand before the answer is the request's own: the grammar is checked without it.
+        sampling = replace(sampling, grammar=replace(known, lead=written.lead, frame=written.frame))
         return replace(reading, spec=replace(reading.spec, sampling=sampling))
 
     def _keep(self, digest: bytes, known: Grammar) -> None:

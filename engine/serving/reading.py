@@ -23,9 +23,12 @@ from raydix.engine.core.answers.prompt_form import ChatTemplate
 from raydix.engine.core.answers.reasoning_limit import tag_pieces
 from raydix.engine.core.answers.transcripts import EncodedText
 from raydix.engine.core.errors import ContextLengthError, RequestError
+from raydix.engine.core.ingress.parsers import harmony
+from raydix.engine.core.ingress.parsers.harmony_forms import frame, require_beginning
 from raydix.engine.core.ingress.parsers.reasoning import REASONING_TAGS
 from raydix.engine.core.types import Grammar
 from raydix.engine.model.chats import encode_chat, next_turn, render_chat, tokens_before
+from raydix.engine.model.harmony import EFFORT
 from raydix.engine.model.tokenizer import Tokenizer
 from raydix.engine.serving.prompt_records import parts_of
 from raydix.engine.serving.reader_work import (
@@ -70,7 +73,8 @@ class Reader:
         self._confined = confined
         self._lengths = TextLengths(tokenizer, facts.model.max_model_len)
         table = tokenizer.token_bytes(skip_special_tokens=False) if facts.has_reasoning else None
-        self._tag_pieces = tag_pieces(table or (), [tag.encode() for tag in REASONING_TAGS])
+        self._tags = harmony.REASONING_TAGS if facts.tool_format.has_channels else REASONING_TAGS
+        self._tag_pieces = tag_pieces(table or (), [tag.encode() for tag in self._tags])
         # Where the template has no switch, no reasoning is reasoning that ends at once.
         self._effort_tokens = {"none": 0, **facts.effort_tokens} if self._can_limit() else {}
 
@@ -91,7 +95,7 @@ class Reader:
 
     def _can_limit(self) -> bool:
         """True if reasoning can be made to end: its tags are tokens of their own."""
-        tags = (self._tokenizer.encode(tag, add_special_tokens=False) for tag in REASONING_TAGS)
+        tags = (self._tokenizer.encode(tag, add_special_tokens=False) for tag in self._tags)
         return self._facts.has_reasoning and all(len(ids) == 1 for ids in tags)
 
     def parse(self, request: Work) -> GenerationSpec | NextTurn | TokenRequest | GrammarQuestion | Conversations:
@@ -176,7 +180,9 @@ class Reader:
         if spec.turn is not None and spec.turn.earlier:
             spec = resolved(spec)
         if spec.reasoning.effort is not None:
-            source = spec.template.source or self._tokenizer.chat_template
+            # Only names of variables are looked for in a template.
+            is_harmony = self._tokenizer.writes_harmony(spec.template)
+            source = EFFORT if is_harmony else spec.template.source or self._tokenizer.chat_template
             spec = with_effort(spec, source, self._effort_tokens, has_reasoning=self._facts.has_reasoning)
         if spec.tools is not None:
             spec = self._with_calls(spec)
@@ -204,9 +210,13 @@ class Reader:
             spec = replace(spec, messages=messages)
         chat, ignored = self._encode_chat(spec)
         spec = replace(spec, ignored=(*spec.ignored, *ignored))
+        if self._facts.tool_format.has_channels:
+            spec = self._in_channels(spec, chat.text)
+        elif self._facts.has_reasoning:
+            spec = with_lead(spec, chat.text)
         if self._facts.has_reasoning:
             encode = partial(self._tokenizer.encode, add_special_tokens=False)
-            spec = with_limit(with_lead(spec, chat.text), chat.text, encode, self._tag_pieces)
+            spec = with_limit(spec, chat.text, encode, self._tag_pieces, self._tags)
         if self._facts.has_reasoning and spec.turn is not None and spec.sampling.logprobs is not None:
             raise RequestError(
                 "'include' of log-probabilities is not supported with a model that reasons.", param="include"
@@ -231,10 +241,31 @@ class Reader:
 
     def _with_calls(self, spec: GenerationSpec) -> GenerationSpec:
         """Prescribe the form of calls where the request asks for it. Raises RequestError naming the field at fault."""
-        calls = self._facts.tool_format
-        ids = {name: self._tokenizer.added_id(name) for name in calls.markers}
-        special = {name: token_id for name, token_id in ids.items() if token_id is not None}
-        return with_calls(spec, calls.form, special)
+        return with_calls(spec, self._facts.tool_format.form, self._special())
+
+    def _special(self) -> Mapping[str, int]:
+        """Ids by name of the tokens that belong to calls."""
+        ids = {name: self._tokenizer.added_id(name) for name in self._facts.tool_format.markers}
+        return {name: token_id for name, token_id in ids.items() if token_id is not None}
+
+    def _in_channels(self, spec: GenerationSpec, prompt: str) -> GenerationSpec:
+        """Have the grammar of an answer in channels, if there is one, bind its message for the user; a grammar of calls
+        is one of the whole answer. Raises RequestError where the prompt leaves no room for either."""
+        grammar, tools, param = spec.sampling.grammar, spec.tools, spec.grammar_param or ""
+        if grammar is None:
+            return spec
+        if not spec.reasoning.is_separate:
+            raise RequestError(
+                f"'{param}' together with 'separate_reasoning' false is not supported: this model's answers have "
+                "headers, which the text would have, too.",
+                param=param,
+            )
+        # Wherever calls are possible at all, a form is prescribed together with theirs (`with_calls`).
+        if tools is not None and tools.may_call:
+            require_beginning(prompt, param)
+            return spec
+        framed = replace(grammar, frame=frame(prompt, self._special(), param))
+        return replace(spec, sampling=replace(spec.sampling, grammar=framed))
 
     def tokenize(self, body: bytes, models: tuple[str, ...]) -> bytes:
         """Return the response to a body of `/tokenize`, of a tenant whose requests may name these `models`.

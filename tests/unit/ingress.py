@@ -38,6 +38,7 @@ from raydix.engine.core.hashing import root_hash
 from raydix.engine.core.ingress.answer_room import AnswerRoom
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.parsers import HERMES, ToolFormat
+from raydix.engine.core.ingress.parsers.harmony import TOKENS
 from raydix.engine.core.ingress.room import Room
 from raydix.engine.core.memory.response_store import ResponseStore
 from raydix.engine.core.tenants import EVERYONE, Tenants
@@ -71,6 +72,8 @@ CONTEXT = 64
 HIDDEN = 2
 MARKERS = {"[TOOL_CALLS]": 1}
 """Ids of special tokens that belong to calls."""
+HARMONY_MARKERS = {name: 2 + index for index, name in enumerate(TOKENS)}
+"""Ids of the special tokens of answers in harmony."""
 ANSWER = "one two."
 ROOT = root_hash("letters/plain")
 FINGERPRINT = f"fp_{ROOT.hex()[:10]}"
@@ -81,11 +84,14 @@ Served: TypeAlias = Callable[..., Any]
 
 class LetterTokenizer(Tokenizer):
     """An id for each ASCII character. `has_table`: the ids' bytes are known; `opening`: the beginning of an answer in
-    the chat template."""
+    the chat template; `markers`: ids of special tokens."""
 
-    def __init__(self, *, has_table: bool = True, opening: str = "assistant: ") -> None:
+    def __init__(
+        self, *, has_table: bool = True, opening: str = "assistant: ", markers: Mapping[str, int] = MARKERS
+    ) -> None:
         self._has_table = has_table
         self._opening = opening
+        self._markers = markers
         self.eos_token_ids = [END]
 
     @property
@@ -93,7 +99,7 @@ class LetterTokenizer(Tokenizer):
         return VOCAB
 
     def special_id(self, name: str) -> int | None:
-        return MARKERS.get(name)
+        return self._markers.get(name)
 
     added_id = special_id
 
@@ -101,7 +107,7 @@ class LetterTokenizer(Tokenizer):
         return [*text.encode("ascii")]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        special = {END: "</s>", **{token_id: name for name, token_id in MARKERS.items()}}
+        special = {END: "</s>", **{token_id: name for name, token_id in self._markers.items()}}
         if skip_special_tokens:
             special = dict.fromkeys(special, "")
         return "".join(special[token_id] if token_id in special else chr(token_id) for token_id in token_ids)
@@ -309,6 +315,13 @@ class FakeDispatcher(Dispatcher):
         return generation.take(event, "w")
 
 
+def in_harmony(text: str) -> str:
+    """The `answer` whose letters are the tokens of a text in harmony."""
+    for name, token_id in HARMONY_MARKERS.items():
+        text = text.replace(name, chr(token_id))
+    return text
+
+
 def state_of(prompt: Sequence[int]) -> bytes:
     """The pooled hidden state that `FakeDispatcher` gives for a prompt: its length and its first id."""
     return pack("<2f", len(prompt), prompt[0])
@@ -448,7 +461,8 @@ class Replica:
         adapter_limits: AdapterLimits = NO_LIMITS,
         manager: ManagerLink | None = None,
     ) -> None:
-        tokenizer = LetterTokenizer(has_table=has_table)
+        markers = HARMONY_MARKERS if tool_format.has_channels else MARKERS
+        tokenizer = LetterTokenizer(has_table=has_table, markers=markers)
         self._now = 0.0
         self.room = Room(max_requests)
         self.reader = FakeReader(tokenizer)

@@ -22,6 +22,7 @@ ZONE = {
     "required": ["zone"],
     "additionalProperties": False,
 }
+TEXT_FORMATS = {name: tools for name, tools in TOOL_FORMATS.items() if not tools.has_channels}
 SCHEMAS: Mapping[str, Mapping[str, Any]] = {"clock": ZONE, "weather": {}}
 CLOCK, WEATHER = ("clock", '{"zone": "UTC"}'), ("weather", '{"place": {"x": 1}}')
 
@@ -29,6 +30,7 @@ CLOCK, WEATHER = ("clock", '{"zone": "UTC"}'), ("weather", '{"place": {"x": 1}}'
 def written(tools: ToolFormat, *calls: tuple[str, str]) -> str:
     """Calls as the grammar has them."""
     form = tools.form
+    assert isinstance(form, CallForm)
     texts = [
         f'{form.begin}{{"name": "{name}", "{form.arguments_key}": {arguments}}}{form.end}' for name, arguments in calls
     ]
@@ -48,9 +50,9 @@ def parsed(tools: ToolFormat, text: str) -> list[Any]:
     return summary([event for character in text for event in parser.push(character)] + list(parser.finish()))
 
 
-@pytest.mark.parametrize("tools", TOOL_FORMATS.values(), ids=TOOL_FORMATS.keys())
+@pytest.mark.parametrize("tools", TEXT_FORMATS.values(), ids=TEXT_FORMATS.keys())
 def test_required_calls(tools: ToolFormat) -> None:
-    grammar = CallGrammar(tools.form, SCHEMAS, {}).required()
+    grammar = tools.form.grammar(SCHEMAS, {}).required()
     for calls in ([CLOCK], [WEATHER, CLOCK]):
         assert takes(grammar, written(tools, *calls))
         assert parsed(tools, written(tools, *calls)) == calls
@@ -62,13 +64,13 @@ def test_required_calls(tools: ToolFormat) -> None:
         written(tools, CLOCK) + "!",
     ):
         assert not takes(grammar, text)
-    single = CallGrammar(tools.form, SCHEMAS, {}, is_single=True).required()
+    single = tools.form.grammar(SCHEMAS, {}, is_single=True).required()
     assert takes(single, written(tools, CLOCK)) and not takes(single, written(tools, CLOCK, CLOCK))
 
 
-@pytest.mark.parametrize("tools", TOOL_FORMATS.values(), ids=TOOL_FORMATS.keys())
+@pytest.mark.parametrize("tools", TEXT_FORMATS.values(), ids=TEXT_FORMATS.keys())
 def test_calls_among_text(tools: ToolFormat) -> None:
-    grammar = CallGrammar(tools.form, SCHEMAS, {}).among_text()
+    grammar = tools.form.grammar(SCHEMAS, {}).among_text()
     for text in ("", "Hello, {you}.", written(tools, CLOCK), written(tools, CLOCK, WEATHER)):
         assert takes(grammar, text)
     assert not takes(grammar, written(tools, ("clock", '{"zone": 5}')))
@@ -77,9 +79,9 @@ def test_calls_among_text(tools: ToolFormat) -> None:
         assert parsed(tools, f"Well. {written(tools, CLOCK)} So.") == ["Well.", CLOCK, "So."]
 
 
-@pytest.mark.parametrize("tools", TOOL_FORMATS.values(), ids=TOOL_FORMATS.keys())
+@pytest.mark.parametrize("tools", TEXT_FORMATS.values(), ids=TEXT_FORMATS.keys())
 def test_calls_or_json(tools: ToolFormat) -> None:
-    grammar = CallGrammar(tools.form, SCHEMAS, {}).or_json({"type": "object", "required": ["answer"]})
+    grammar = tools.form.grammar(SCHEMAS, {}).or_json({"type": "object", "required": ["answer"]})
     assert takes(grammar, written(tools, CLOCK)) and takes(grammar, '{"answer": 1}')
     assert not takes(grammar, "Hello") and not takes(grammar, "{}")
 
@@ -87,13 +89,13 @@ def test_calls_or_json(tools: ToolFormat) -> None:
 def test_special_tokens_stand_by_their_ids() -> None:
     special = {"[TOOL_CALLS]": 5, "[ARGS]": 6}
     for grammar in (
-        CallGrammar(MISTRAL.form, SCHEMAS, special).required(),
-        CallGrammar(MISTRAL.form, SCHEMAS, special).among_text(),
+        MISTRAL.form.grammar(SCHEMAS, special).required(),
+        MISTRAL.form.grammar(SCHEMAS, special).among_text(),
     ):
         assert '<[5]> " [" call' in grammar.source.replace("  ", " ")
         assert "TOOL_CALLS" not in grammar.source
     tags = {"<tool_call>": 7, "</tool_call>": 8}
-    source = CallGrammar(HERMES.form, SCHEMAS, tags).required().source
+    source = HERMES.form.grammar(SCHEMAS, tags).required().source
     assert 'calls: <[7]> "\\n" call ("\\n" <[7]> "\\n" call)*' in source
     assert 'call: (f0 | f1) "\\n" <[8]>' in source
 

@@ -17,7 +17,7 @@ from raydix.engine.api.assembler import Piece
 from raydix.engine.api.context_edits import ContextEdits
 from raydix.engine.api.responses import Choice, Json, TokenUsage
 from raydix.engine.api.spec import PromptMark
-from raydix.engine.core.ingress.parsers.answer import AssembledMessage, Call
+from raydix.engine.core.ingress.parsers.answer import AssembledMessage, Call, Reasoning
 from raydix.engine.core.ingress.parsers.events import (
     AnswerEvent,
     AnswerText,
@@ -58,12 +58,9 @@ class MessageWriter:
         self._open: str | None = None  # type of the open block
 
     def body(self, choice: Choice, usage: TokenUsage) -> Iterator[bytes]:
-        parts = [choice.text] if choice.message is None else choice.message.parts
+        parts: Sequence[str | Reasoning | Call] = [choice.text] if choice.message is None else choice.message.parts
         # Neither an empty text nor a cut call is a block that the client could send back.
         content = [block for part in parts if (block := _block(part)) is not None]
-        if choice.message is not None and choice.message.reasoning:
-            # Reasoning is not among the parts, and stands before all of them.
-            content.insert(0, _thinking(choice.message.reasoning))
         if (summary := self._context.summary) is not None:
             content = [_compaction(summary.text), *(() if summary.ends_answer else content)]
         yield orjson.dumps(self._message(content, self._stop(choice, usage), usage) | self._managed())
@@ -213,9 +210,11 @@ def _thinking(text: str) -> Json:
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
-def _block(part: str | Call) -> Json | None:
-    """The block of a text or of a call; None for an empty text, and for a call that was cut before its arguments were
+def _block(part: str | Reasoning | Call) -> Json | None:
+    """The block of a part of the answer; None for an empty text, and for a call that was cut before its arguments were
     whole."""
+    if isinstance(part, Reasoning):
+        return _thinking(part.text)
     if isinstance(part, str):
         return {"type": "text", "text": part} if part else None
     try:

@@ -9,7 +9,7 @@ the tool is a custom one; at last `response.completed` or
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 import orjson
@@ -22,7 +22,7 @@ from raydix.engine.api.slices import array_of, document, ids_of
 from raydix.engine.api.spec import GenerationSpec
 from raydix.engine.api.wire import OPENAI, WireFormat
 from raydix.engine.core.errors import RaydixError, ServiceError
-from raydix.engine.core.ingress.parsers.answer import AssembledMessage, Call
+from raydix.engine.core.ingress.parsers.answer import AssembledMessage, Call, Reasoning
 from raydix.engine.core.ingress.parsers.events import (
     AnswerEvent,
     AnswerText,
@@ -33,14 +33,6 @@ from raydix.engine.core.ingress.parsers.events import (
     ReasoningPart,
 )
 from raydix.engine.core.types import FinishReason
-
-
-@dataclass(slots=True)
-class Reasoning:
-    """The reasoning of an answer, so far."""
-
-    text: str = ""
-
 
 Part: TypeAlias = str | Reasoning | Call
 
@@ -324,8 +316,7 @@ def _parts(choice: Choice) -> list[Part]:
     """The items of an answer in their order, at least one."""
     if choice.message is None:
         return [choice.text]
-    reasoning = choice.message.reasoning
-    return [*([Reasoning(reasoning)] if reasoning else []), *choice.message.parts] or [""]
+    return [*choice.message.parts] or [""]
 
 
 def _content_part(part: str | Reasoning, logprobs: object) -> Json:

@@ -13,25 +13,28 @@ from raydix.engine.core.ingress.parsers.events import (
     InputPart,
     ReasoningPart,
 )
+from raydix.engine.core.ingress.parsers.harmony import HarmonyMessages
 from raydix.engine.core.ingress.parsers.reasoning import ReasoningParser, ReasoningPiece
 
 
 class AnswerParser:
-    """Parses one answer: reasoning first, then text and calls. `is_single`: the answer ends with its first call.
-    `has_only_calls`: the beginning of a call at the end of the answer is no text. Without `shows_reasoning` there are
-    no events of reasoning."""
+    """Parses one answer: reasoning first, then text and calls; or `messages`, which are all of these in any order, and
+    which `calls` reads. `is_single`: the answer ends with its first call. `has_only_calls`: the beginning of a call at
+    the end of the answer is no text. Without `shows_reasoning` there are no events of reasoning."""
 
     def __init__(
         self,
         calls: CallParser | None,
         reasoning: ReasoningParser | None = None,
         *,
+        messages: HarmonyMessages | None = None,
         is_single: bool = False,
         has_only_calls: bool = False,
         shows_reasoning: bool = True,
     ) -> None:
         self._calls = calls
         self._reasoning = reasoning
+        self._messages = messages
         self._is_single = is_single
         self._has_only_calls = has_only_calls
         self._shows_reasoning = shows_reasoning
@@ -46,11 +49,11 @@ class AnswerParser:
     @property
     def has_reasoning(self) -> bool:
         """True if reasoning is told from the text."""
-        return self._reasoning is not None
+        return self._reasoning is not None or (self._messages is not None and self._messages.is_separate)
 
     @property
     def is_reasoning(self) -> bool:
-        return self._reasoning is not None and self._reasoning.is_inside
+        return any(reader is not None and reader.is_inside for reader in (self._reasoning, self._messages))
 
     def push(self, text: str) -> Sequence[AnswerEvent]:
         """Take the next text; return the events that are certain now."""
@@ -59,8 +62,10 @@ class AnswerParser:
         part = self._reasoning.push(text)
         return [*self._of_reasoning(part.reasoning), *self._noted(self._of_text(part.text))]
 
-    def finish(self) -> Sequence[AnswerEvent]:
-        """End the answer; return the events of its held rest."""
+    def finish(self, *, is_cut: bool = False) -> Sequence[AnswerEvent]:
+        """End the answer, which the model did not end if it `is_cut`; return the events of its held rest."""
+        if self._messages is not None:
+            self._messages.is_cut = is_cut
         rest = ReasoningPiece() if self._reasoning is None else self._reasoning.finish()
         events = self._noted(self._of_text(rest.text))
         last = () if self._calls is None else self._noted(self._calls.finish())
@@ -81,6 +86,8 @@ class AnswerParser:
         """Note whole calls; returns the events up to the answer's end."""
         if self.is_done:
             return ()
+        if not self._shows_reasoning:
+            events = [event for event in events if not isinstance(event, ReasoningPart)]
         for index, event in enumerate(events, start=1):
             # A broken call is text, so the answer goes on behind it, and a later call may be the one that ends it.
             if isinstance(event, CallEnds) and event.broken is None:
@@ -108,6 +115,13 @@ class Call:
         self.input.append(text)
 
 
+@dataclass(slots=True)
+class Reasoning:
+    """Reasoning in an answer."""
+
+    text: str = ""
+
+
 class AssembledMessage:
     """The message that an answer's events come to, behind a first `text`. `new_id` makes the ids of calls; `custom` are
     the names of tools whose calls have inputs."""
@@ -115,8 +129,7 @@ class AssembledMessage:
     def __init__(self, new_id: Callable[[], str], text: str = "", custom: Collection[str] = ()) -> None:
         self._new_id = new_id
         self._custom = custom
-        self._parts: list[str | Call] = [text] if text else []  # texts and calls in their order
-        self._reasoning: list[str] = []
+        self._parts: list[str | Reasoning | Call] = [text] if text else []  # in their order
         self.begun: list[Call] = []
         """Calls by their index, broken ones too."""
         self.is_cut = False
@@ -129,7 +142,7 @@ class AssembledMessage:
                 case AnswerText(text):
                     self._parts.append(text)
                 case ReasoningPart(text):
-                    self._reasoning.append(text)
+                    self._parts.append(Reasoning(text))
                 case CallBegins(_, name):
                     self.begun.append(Call(self._new_id(), name, input=[] if name in self._custom else None))
                     self._parts.append(self.begun[-1])
@@ -146,16 +159,23 @@ class AssembledMessage:
         return [call for call in self.begun if self._counts(call)]
 
     @property
-    def parts(self) -> list[str | Call]:
-        """Texts and calls in their order. A broken call is text, and adjacent texts are one."""
-        found: list[str | Call] = []
+    def parts(self) -> list[str | Reasoning | Call]:
+        """Texts, reasoning and calls in their order. A broken call is text, and adjacent parts of one kind are one."""
+        found: list[str | Reasoning | Call] = []
         for part in self._parts:
+            last = found[-1] if found else None
+            if isinstance(part, Reasoning):
+                if isinstance(last, Reasoning):
+                    last.text += part.text
+                else:
+                    found.append(Reasoning(part.text))
+                continue
             # A broken call's raw text takes its place, so that the client sees what the model wrote.
             text = part if isinstance(part, str) else part.broken or ""
             if isinstance(part, Call) and self._counts(part):
                 found.append(part)
-            elif found and isinstance(found[-1], str):
-                found[-1] += text
+            elif isinstance(last, str):
+                found[-1] = last + text
             else:
                 found.append(text)
         return found
@@ -163,16 +183,12 @@ class AssembledMessage:
     @property
     def content(self) -> str:
         """The text for the user; broken calls are part of it."""
-        texts = [part if isinstance(part, str) else part.broken for part in self._parts if not self._is_call(part)]
-        return "".join(text for text in texts if text is not None)
+        return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
     def reasoning(self) -> str:
-        """The reasoning before the text; empty if there is none."""
-        return "".join(self._reasoning)
-
-    def _is_call(self, part: str | Call) -> bool:
-        return isinstance(part, Call) and self._counts(part)
+        """All of the reasoning; empty if there is none."""
+        return "".join(part.text for part in self._parts if isinstance(part, Reasoning))
 
     def _counts(self, call: Call) -> bool:
         # A call that the limit cut is shown as one all the same: the finish reason `length` says that it is not whole.

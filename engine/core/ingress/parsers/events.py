@@ -71,14 +71,15 @@ class CallParser(Protocol):
 
 
 class Collector:
-    """Collects the events of one answer's text and calls. Adjacent parts of one kind become one.
+    """Collects the events of one answer's text, reasoning and calls. Adjacent parts of one kind become one.
 
-    White space between a call and anything else is left out; all other text comes out as it went in.
+    White space between a call and text is left out; all other text comes out as it went in.
     """
 
     def __init__(self) -> None:
         self._events: list[AnswerEvent] = []
         self._text: list[str] = []
+        self._reasoning: list[str] = []
         self._arguments: list[str] = []
         # Pieces of white space at the text's end, which are text only if more text follows. A list: an answer of white
         # space alone would otherwise be copied with each of its tokens.
@@ -98,7 +99,16 @@ class Collector:
         if self._is_after_call:
             before, shown = "", shown.lstrip(WHITESPACE)
             self._is_after_call = False
+        if self._reasoning:
+            self._flush()
         self._text.append(before + shown)
+
+    def reasoning(self, text: str) -> None:
+        """Take a part of the reasoning."""
+        if self._text:
+            self._flush()
+        if text:
+            self._reasoning.append(text)
 
     def begin(self, name: str) -> None:
         self._flush()
@@ -127,6 +137,8 @@ class Collector:
     def finish(self) -> Sequence[AnswerEvent]:
         """Return the last events, at the end of the text."""
         if self._space and not self._is_after_call:
+            if self._reasoning:
+                self._flush()
             self._text += self._space
         return self.take()
 
@@ -134,6 +146,9 @@ class Collector:
         if self._text:
             self._events.append(AnswerText("".join(self._text)))
             self._text.clear()
+        if self._reasoning:
+            self._events.append(ReasoningPart("".join(self._reasoning)))
+            self._reasoning.clear()
         if self._arguments:
             self._events.append(ArgumentsPart(self._index, "".join(self._arguments)))
             self._arguments.clear()

@@ -39,6 +39,12 @@ class CallForm:
     separator: str = "\n"
     closing: str = ""
 
+    def grammar(
+        self, functions: Mapping[str, Schema], special: Mapping[str, int], *, is_single: bool = False
+    ) -> "CallGrammar":
+        """Return the grammar of calls of functions; arguments as `CallGrammar`."""
+        return CallGrammar(self, functions, special, is_single)
+
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
