@@ -7,6 +7,7 @@ In FP8 a weight is a matrix of floating-point numbers of eight bits, and has sca
 In MXFP4 it has floating-point numbers of four bits, and a power of two for each 32 input features.
 """
 
+import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -31,6 +32,7 @@ FLOAT8 = "F8_E4M3"  # as safetensors name it
 FLOAT8_SCALES = ("weight_scale_inv", "weight_scale")  # a weight is multiplied by either
 # Scales of inputs, which such a checkpoint would also round to FP8, and which stay wider here.
 FLOAT8_UNUSED = ("input_scale", "activation_scale")
+FLOAT8_MOST = 2.0**119  # no scale is as large: the kernels multiply it by 256
 # Twice the values of MXFP4's sixteen numbers of four bits, so that they are whole.
 FLOAT4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 MXFP4_BITS = 4.25  # of a weight, with its part of a block's exponent
@@ -149,7 +151,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Float8:
-    """How a checkpoint in FP8 has the scales of its weights. The weights are widened, and their inputs stay wide."""
+    """How a checkpoint in FP8 has the scales of its weights. The weights' inputs stay wide."""
 
     block: tuple[int, int] | None
     """Rows and columns with one scale; None: a scale for each row, or for the whole weight."""
@@ -174,25 +176,38 @@ class Float8:
             scales = ((-(-rows // self.block[0]), -(-columns // self.block[1])),)
         return {weight: ((shape,), (FLOAT8,)), _scale_of(weight, names): (scales, ("F32", "BF16", "F16"))}
 
-    def widened(self, read: Callable[[str], "Tensor"], weight: str, names: Container[str]) -> "Tensor":
-        """A weight in bfloat16, from its parts, which `read` gives by name.
+    def bits_in_memory(self) -> float:
+        """Bits of a weight in memory, with its scale."""
+        return 8 + 32 / math.gcd(LONGEST, LONGEST if self.block is None else self.block[1])
+
+    def read(self, read: Callable[[str], "Tensor"], weight: str, names: Container[str]) -> "GroupedWeight":
+        """A weight from its parts, which `read` gives by name.
 
         Raises:
-            StartupError: it has a scale that is not finite.
+            StartupError: it has a number that is none, or a scale that is not finite.
         """
         import torch
 
-        numbers = read(weight).float()
+        from raydix.kernels.linear import GroupedWeight, Groups, Scales
+
+        numbers = read(weight).view(torch.uint8)
         scales = read(_scale_of(weight, names)).float()
-        if not scales.isfinite().all():
-            raise StartupError(f"{weight} has scales that are not finite")
+        if bool((numbers & 127 == 127).any()):
+            raise StartupError(f"{weight} has numbers that are none (NaN)")
+        if not bool((scales.abs() < FLOAT8_MOST).all()):
+            raise StartupError(f"{weight} has scales that are not finite, or of 2^119 and more")
         rows, columns = numbers.shape
+        # Groups in memory are parts of the blocks' columns, so that each has one scale for each row.
+        width = columns if self.block is None else self.block[1]
+        size = math.gcd(LONGEST, width, columns)
         if self.block is not None:
             # The last block of rows, or of columns, may be one in part.
-            scales = scales.repeat_interleave(self.block[0], 0)[:rows].repeat_interleave(self.block[1], 1)[:, :columns]
-        elif scales.numel() == rows:
-            scales = scales.reshape(rows, 1)
-        return (numbers * scales).to(torch.bfloat16)
+            scales = scales.repeat_interleave(self.block[0], 0)[:rows]
+            scales = scales.repeat_interleave(width // size, 1)[:, : columns // size]
+        else:
+            scales = scales.reshape(-1, 1).expand(rows, columns // size)
+        groups = Groups(8, size, size, scales=Scales.FLOATS, is_float8=True)
+        return GroupedWeight(groups=groups, numbers=numbers, scales=scales.contiguous())
 
 
 def mxfp4(blocks: "Tensor", scales: "Tensor", name: str) -> "GroupedWeight":

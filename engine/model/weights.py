@@ -14,7 +14,7 @@ from torch import Tensor
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import ModelConfig
 from raydix.engine.model.gguf_blocks import KINDS, grouped
-from raydix.engine.model.packed_weights import Float8, Packing
+from raydix.engine.model.packed_weights import Float8
 from raydix.engine.model.sizes import BLOCKS, SCALES, as_stored, check_names, expected_shapes
 from raydix.engine.model.stored_tensors import StoredTensor, read_headers
 from raydix.kernels.linear import GroupedWeight
@@ -61,14 +61,14 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Return the named tensor, as stored, or widened to bfloat16 if it is stored in blocks of few bits."""
-        if name in self._packed and isinstance(packing := self.config.packing, Float8):
-            return packing.widened(self._read, name, self._stored)
         weight = self.grouped(name)
         return self._read(name) if weight is None else weight.widened().to(torch.bfloat16)
 
     def grouped(self, name: str) -> GroupedWeight | None:
         """Return the named weight, if it is stored in blocks of few bits."""
-        if name in self._packed and isinstance(packing := self.config.packing, Packing):
+        if name in self._packed and (packing := self.config.packing) is not None:
+            if isinstance(packing, Float8):
+                return packing.read(self._read, name, self._stored)
             return packing.read(self._read, name, self._packed[name])
         kind = self._kinds.get(name)
         return None if kind is None else grouped(self._read(name), kind)

@@ -80,7 +80,8 @@ def pack_weight(
 def keeps_groups(weight: GroupedWeight) -> bool:
     """True if `pack_groups` keeps the weight in groups here: our own product takes it."""
     ops = cpu_ops()
-    return ops is not None and ops.has_linear() and weight.shape[1] % weight.groups.super == 0
+    fits = weight.shape[1] % weight.groups.super == 0 and weight.groups.size % 2 == 0
+    return ops is not None and ops.has_linear() and fits
 
 
 def pack_groups(weight: GroupedWeight, bias: Tensor | None = None) -> PackedLinear:

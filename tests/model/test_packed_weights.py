@@ -1,6 +1,7 @@
 """Checkpoints of 4 and 8 bits as AWQ, GPTQ and llm-compressor publish them, written here by the formats' rules."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from raydix.engine.model.sizes import weight_bytes
 from raydix.engine.model.tokenizer import quiet_transformers
 from raydix.engine.model.weights import Checkpoint
 from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.cpp.loader import arithmetic
 from tests.model.logits import logits_in_chunks
 from tests.model.random_models import SMALL
 from tests.skips import NO_PRODUCT
@@ -126,7 +128,10 @@ FLOAT8: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def write_float8(case: str, folder: Path) -> dict[str, Tensor]:
+WIDE = "0.mlp.down_proj.weight"  # the end of the name of a matrix that stays in bfloat16 among those in FP8
+
+
+def write_float8(case: str, folder: Path, wide: str = WIDE) -> dict[str, Tensor]:
     """Write a random model in FP8, all but one of its matrices; returns the weights by the formats' rule."""
     part, strategy, quantized = FLOAT8[case]
     with quiet_transformers():
@@ -138,7 +143,7 @@ def write_float8(case: str, folder: Path) -> dict[str, Tensor]:
     tensors, stored = load_file(folder / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):
         stored[name] = tensor
-        if ".layers." not in name or tensor.dim() == 1 or name.endswith("0.mlp.down_proj.weight"):
+        if ".layers." not in name or tensor.dim() == 1 or name.endswith(wide):
             continue
         height, width = {"block": BLOCK, "channel": (1, tensor.shape[1]), "tensor": tensor.shape}[strategy]
         scales = torch.rand(-(-tensor.shape[0] // height), -(-tensor.shape[1] // width)) + 0.5
@@ -157,12 +162,13 @@ def write_float8(case: str, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", FLOAT8)
-def test_fp8_is_widened(case: str, tmp_path: Path) -> None:
+def test_fp8_is_widened_to_its_values(case: str, tmp_path: Path) -> None:
     tensors = write_float8(case, tmp_path)
     checkpoint = Checkpoint(tmp_path, read_config(tmp_path))
     for name, tensor in tensors.items():
         assert torch.equal(checkpoint.tensor(name), tensor), name
-        assert checkpoint.grouped(name) is None
+        is_kept = ".layers." in name and tensor.dim() > 1 and not name.endswith(WIDE)
+        assert (checkpoint.grouped(name) is not None) is is_kept
     folder = tmp_path / "wide"
     folder.mkdir()
     config = json.loads((tmp_path / "config.json").read_text())
@@ -179,6 +185,8 @@ def test_fp8_is_widened(case: str, tmp_path: Path) -> None:
         ("weight_scale_inv", None, r"layers\.1\.mlp\.up_proj\.weight_scale_inv is missing"),
         ("weight_scale_inv", torch.ones(6, 3), r"weight_scale_inv is F32 \[6, 3\]; it should be .* \[6, 2\]"),
         ("weight_scale_inv", torch.full((6, 2), torch.inf), "scales that are not finite"),
+        ("weight_scale_inv", torch.full((6, 2), 2.0**119), "scales that are not finite, or of 2"),
+        ("weight", torch.full((256, 128), torch.nan).to(torch.float8_e4m3fn), "numbers that are none"),
         ("weight", torch.ones(128, 256).to(torch.float8_e4m3fn), r"weight is F8_E4M3 \[128, 256\]; it should be"),
         ("weight", torch.ones(256, 128).to(torch.float8_e5m2), "is stored as F8_E5M2; raydix reads"),
     ],
@@ -195,6 +203,18 @@ def test_a_damaged_part_of_fp8_is_named(part: str, becomes: Tensor | None, says:
         Checkpoint(tmp_path, read_config(tmp_path)).tensor("model.layers.1.mlp.up_proj.weight")
 
 
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.layers.1.input_layernorm.weight", "model.layers.0.mlp.up_proj.weight"]
+)
+def test_what_is_no_matrix_cannot_be_in_fp8(name: str, tmp_path: Path) -> None:
+    write_float8("one scale", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[name] = tensors[name].reshape(-1).to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(StartupError, match=f"{re.escape(name)} is .*F"):
+        Checkpoint(tmp_path, read_config(tmp_path))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_weight_has_its_value(case: str, tmp_path: Path) -> None:
     tensors = write(case, tmp_path)
@@ -204,16 +224,20 @@ def test_every_weight_has_its_value(case: str, tmp_path: Path) -> None:
         assert torch.equal(checkpoint.tensor(name), expected), name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *FLOAT8])
 def test_weights_are_widened_or_kept(case: str, tmp_path: Path) -> None:
-    write(case, tmp_path)
+    write(case, tmp_path) if case in CASES else write_float8(case, tmp_path, wide="none of them")
     wide, kept = (Decoder.from_folder(tmp_path, quantization=quantization) for quantization in (None, "stored"))
     own, others = (logits_in_chunks(decoder, list(range(3, 43)), 16).float() for decoder in (kept, wide))
     # Roundings of a bfloat16 model with random weights; rows or columns out of order would give about 1.4.
     assert (own - others).abs().mean() < 0.2 * others.abs().mean()
+    if arithmetic() in ("avx512_bf16", "amx_bf16"):
+        assert torch.equal(own, others), "both multiply the same numbers, rounded to bfloat16 sooner or later"
     ops = cpu_ops()
     if ops is None or not ops.has_linear():
         pytest.skip(NO_PRODUCT)
+    for chunk in (1, 5):
+        assert torch.equal(logits_in_chunks(kept, list(range(3, 43)), chunk).float(), own)
     products = [product for layer in kept._layers for product in layer.products()]
     assert all(product.groups is not None for product in products)
     in_memory = sum(product.weight.nbytes for product in products)

@@ -21,7 +21,7 @@ from raydix.engine.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL,
 from raydix.engine.model.families.olmo import OLMO2, OLMO3, OLMOE
 from raydix.engine.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 from raydix.engine.model.families.refused import missing_for
-from raydix.engine.model.packed_weights import MXFP4_BITS, Packing, packing_of
+from raydix.engine.model.packed_weights import MXFP4_BITS, packing_of
 
 _ALL = (
     *(LLAMA, MISTRAL, MINISTRAL),
@@ -54,7 +54,7 @@ def config_of(config: JsonObject) -> ModelConfig:
 
     try:
         described = family.describe(Settings(family.architecture, config, family.defaults))
-        bits = packing.bits_in_memory() if isinstance(packing, Packing) else stated.get(STORED_BITS)
+        bits = stated.get(STORED_BITS) if packing is None else packing.bits_in_memory()
         if bits is None and described.experts is not None and described.experts.stored == "mxfp4":
             bits = MXFP4_BITS
         return replace(described, stored_bits=None if bits is None else float(bits), packing=packing)
