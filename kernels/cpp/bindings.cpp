@@ -251,6 +251,23 @@ PyObject* rms_norm(PyObject* const* args) {
   return residual ? pair(out, sum) : THPVariable_Wrap(out);
 }
 
+PyObject* gated_rms_norm(PyObject* const* args) {
+  const Tensor &x = tensor(args[0]), &gate = tensor(args[1]), &weight = tensor(args[2]);
+  check(x.dim() == 2 && x.stride(1) == 1, "x must be [num_tokens, channels] with contiguous rows");
+  same_type(x, gate);
+  check(gate.sizes() == x.sizes() && gate.stride(1) == 1, "gate must be like x, with contiguous rows");
+  raydix::GatedNorm a{};
+  a.rows = x.size(0), a.width = x.size(1), a.groups = integer(args[4]);
+  check(a.groups > 0 && a.width > 0 && a.width % a.groups == 0, "groups must divide the channels");
+  a.x_stride = x.stride(0), a.gate_stride = gate.stride(0), a.eps = number(args[3]);
+  a.weight = data<float>(weight, at::kFloat, a.width, "weight must be float32 [channels]");
+  const Tensor out = at::empty(x.sizes(), x.options()), scratch = at::empty(x.sizes(), weight.options());
+  a.x = x.data_ptr(), a.gate = gate.data_ptr(), a.out = out.data_ptr(), a.scratch = scratch.data_ptr<float>();
+  const DType dtype = dtype_of(x);
+  run(2 * x.numel(), 32768, [&](raydix::Crew& crew) { raydix::gated_rms_norm(a, dtype, crew); });
+  return THPVariable_Wrap(out);
+}
+
 raydix::Activation activation_of(PyObject* o) {
   const int64_t kind = integer(o);
   check(kind >= 0 && kind <= int64_t(raydix::Activation::sigmoid), "unknown activation");
@@ -304,6 +321,8 @@ PyObject* short_conv(PyObject* const* args) {
   raydix::ShortConv a{};
   a.rows = x.size(0), a.channels = x.size(1), a.taps = weight.size(0), a.x_stride = x.stride(0);
   a.weight = data<float>(weight, at::kFloat, weight.numel(), "weight must be float32");
+  const Tensor* bias = maybe_tensor(args[8]);
+  a.bias = bias ? data<float>(*bias, at::kFloat, a.channels, "bias must be float32 [channels]") : nullptr;
   check_type(tails.scalar_type() == at::kFloat, "tails must be float32");
   check(tails.dim() == 3 && tails.size(1) == a.taps - 1 && tails.size(2) == a.channels && tails.stride(2) == 1 &&
             tails.stride(1) == a.channels,
@@ -352,6 +371,43 @@ PyObject* gated_delta(PyObject* const* args) {
   const DType dtype = dtype_of(mixed);
   const int64_t work = a.rows * a.num_heads * a.key_dim * a.value_dim;
   run(work, 131072, [&](raydix::Crew& crew) { raydix::gated_delta(a, dtype, crew); });
+  return THPVariable_Wrap(out);
+}
+
+PyObject* selective_scan(PyObject* const* args) {
+  const Tensor &mixed = tensor(args[0]), &step = tensor(args[1]), &states = tensor(args[5]);
+  check_type(states.scalar_type() == at::kFloat, "states must be float32");
+  check(states.dim() == 4, "states must be [num_slots, num_heads, state_size, head_dim]");
+  raydix::SelectiveScan a{};
+  a.num_heads = states.size(1), a.state_size = states.size(2), a.head_dim = states.size(3);
+  check(states.stride(3) == 1 && states.stride(2) == a.head_dim && states.stride(1) == a.state_size * a.head_dim,
+        "the slots of states must be contiguous");
+  check(a.head_dim > 0 && a.head_dim % 16 == 0, "head_dim must be a multiple of 16");
+  check(a.state_size > 0 && a.state_size <= 256, "state_size must be at most 256");
+  check(mixed.dim() == 2 && mixed.stride(1) == 1, "mixed must be [num_tokens, channels] with contiguous rows");
+  a.rows = mixed.size(0);
+  const int64_t keys = mixed.size(1) - a.num_heads * a.head_dim;
+  a.num_groups = keys / (2 * a.state_size);
+  check(a.num_groups > 0 && keys == 2 * a.num_groups * a.state_size && a.num_heads % a.num_groups == 0,
+        "mixed must hold values of heads, and keys and queries of groups that they share evenly");
+  same_type(mixed, step);
+  check(step.dim() == 2 && step.size(0) == a.rows && step.size(1) == a.num_heads && step.stride(1) == 1,
+        "step must be [num_tokens, num_heads] with contiguous rows");
+  a.decay_rate = data<float>(tensor(args[2]), at::kFloat, a.num_heads, "decay_rate must be float32 [num_heads]");
+  a.step_bias = data<float>(tensor(args[3]), at::kFloat, a.num_heads, "step_bias must be float32 [num_heads]");
+  a.skip = data<float>(tensor(args[4]), at::kFloat, a.num_heads, "skip must be float32 [num_heads]");
+  a.mixed_stride = mixed.stride(0), a.step_stride = step.stride(0);
+  a.states = states.data_ptr<float>(), a.slot_stride = states.stride(0);
+  a.use = state_use(args + 6, a.rows, states.size(0));
+  a.least = number(args[10]), a.most = number(args[11]);
+  const Tensor out = at::empty({a.rows, a.num_heads * a.head_dim}, mixed.options());
+  const Tensor scratch = at::empty({a.rows * (keys + 2 * a.num_heads)}, states.options());
+  a.keys = scratch.data_ptr<float>(), a.queries = a.keys + a.rows * keys / 2;
+  a.stays = a.keys + a.rows * keys, a.shares = a.stays + a.rows * a.num_heads;
+  a.mixed = mixed.data_ptr(), a.step = step.data_ptr(), a.out = out.data_ptr();
+  const DType dtype = dtype_of(mixed);
+  const int64_t work = a.rows * a.num_heads * a.state_size * a.head_dim;
+  run(work, 131072, [&](raydix::Crew& crew) { raydix::selective_scan(a, dtype, crew); });
   return THPVariable_Wrap(out);
 }
 
@@ -757,9 +813,11 @@ PyMethodDef methods[] = {
     method<paged_attention, 12>("paged_attention"),
     method<rotary_kv_store, 10>("rotary_kv_store"),
     method<rms_norm, 4>("rms_norm"),
+    method<gated_rms_norm, 5>("gated_rms_norm"),
     method<silu_and_mul, 2>("silu_and_mul"),
-    method<short_conv, 8>("short_conv"),
+    method<short_conv, 9>("short_conv"),
     method<gated_delta, 10>("gated_delta"),
+    method<selective_scan, 12>("selective_scan"),
     method<linear, 6>("linear"),
     method<has_linear, 0>("has_linear"),
     method<onednn_linear, 4>("onednn_linear"),

@@ -75,6 +75,7 @@ struct StateUse {
 struct ShortConv {
   const void* x;
   const float* weight;  // [taps, channels]
+  const float* bias;    // [channels]; null: none
   float* tails;         // of a slot [taps - 1, channels]
   void* out;
   int64_t rows, channels, taps, x_stride, slot_stride;
@@ -90,6 +91,18 @@ struct GatedDelta {
   float *queries, *keys;  // [rows, num_key_heads, key_dim], between the phases
   float *stays, *shares;  // [rows, num_heads]
   int64_t rows, num_key_heads, num_heads, key_dim, value_dim, mixed_stride, beta_stride, step_stride, slot_stride;
+  StateUse use;
+};
+
+struct SelectiveScan {
+  const void *mixed, *step;
+  const float *decay_rate, *step_bias, *skip;  // [num_heads]
+  float* states;                               // of a slot [num_heads, state_size, head_dim]
+  void* out;
+  float *keys, *queries;   // [rows, num_groups, state_size], between the phases
+  float *stays, *shares;   // [rows, num_heads]
+  float least, most;       // of a step
+  int64_t rows, num_groups, num_heads, state_size, head_dim, mixed_stride, step_stride, slot_stride;
   StateUse use;
 };
 
@@ -223,12 +236,23 @@ void forward(const Forward& a, Crew& crew);
 void paged_attention(const Attention& a, const AttentionPlan& plan, DType dtype, Crew& crew);
 void rotary_kv_store(const RotaryStore& a, DType dtype, bool float_norms, Crew& crew);
 // `residual` and `sum` may be null; `weight` is float32 if `float_weight`, else of x's dtype.
+// The norm of each group of a row, of x * gate * sigmoid(gate). `scratch`: [rows, width].
+struct GatedNorm {
+  const void *x, *gate;
+  const float* weight;  // [width]
+  void* out;
+  float* scratch;
+  int64_t rows, width, groups, x_stride, gate_stride;
+  float eps;
+};
+void gated_rms_norm(const GatedNorm& a, DType dtype, Crew& crew);
 void rms_norm(const void* x, const void* residual, const void* weight, void* out, void* sum, int64_t rows,
               int64_t width, int64_t stride, float eps, DType dtype, bool float_weight, Crew& crew);
 void silu_and_mul(const void* x, void* out, int64_t rows, int64_t width, int64_t stride, Activation activation,
                   DType dtype, Crew& crew);
 void short_conv(const ShortConv& a, DType dtype, Crew& crew);
 void gated_delta(const GatedDelta& a, DType dtype, Crew& crew);
+void selective_scan(const SelectiveScan& a, DType dtype, Crew& crew);
 // Copies blocks of `pool` to `buffer`, or back if `scatter`.
 void kv_copy(char* pool, char* buffer, const int64_t* ids, int64_t count, int64_t block_bytes, bool scatter,
              Crew& crew);

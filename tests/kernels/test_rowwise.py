@@ -1,8 +1,10 @@
-"""RMS norm and the gated activation: against the specification, and row by row against the whole."""
+"""RMS norms and the gated activation: against the specification, and row by row against the whole."""
 
 import pytest
 import torch
 
+from raydix.kernels.gated_rms_norm import gated_rms_norm
+from raydix.kernels.gated_rms_norm.reference import gated_rms_norm_reference
 from raydix.kernels.rms_norm import rms_norm
 from raydix.kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
 from raydix.kernels.silu_and_mul import KINDS, silu_and_mul
@@ -27,6 +29,17 @@ def test_rms_norm_matches_reference(dtype: torch.dtype, shape: tuple[int, int]) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 67])
+@pytest.mark.parametrize(("channels", "groups"), [(576, 1), (576, 8), (15, 3), (1000, 2), (16, 16)])
+def test_the_gated_norm_matches_its_reference(dtype: torch.dtype, rows: int, channels: int, groups: int) -> None:
+    x, gate = torch.randn(rows, channels).to(dtype), (4 * torch.randn(rows, channels)).to(dtype)
+    gate[:1, :2] = torch.tensor([200.0, -200.0])
+    weight = torch.randn(channels)
+    expected = gated_rms_norm_reference(x, gate, weight, 1e-5, groups=groups)
+    assert_close(gated_rms_norm(x, gate, weight, 1e-5, groups=groups), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_silu_and_mul_matches_reference(dtype: torch.dtype, shape: tuple[int, int], kind: str) -> None:
@@ -41,8 +54,10 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     x, weight = torch.randn(300, 1152).to(dtype), torch.randn(1152).to(dtype)
     normed, activated = rms_norm(x, weight, 1e-6), silu_and_mul(x)
     added, total = rms_norm(x, weight, 1e-6, x.flip(0).contiguous())
+    gated = gated_rms_norm(x, x, weight.float(), 1e-6, groups=3)
     for row in (0, 1, 150, 299):
         one = x[row : row + 1]
+        assert torch.equal(gated_rms_norm(one, one, weight.float(), 1e-6, groups=3)[0], gated[row])
         assert torch.equal(rms_norm(one, weight, 1e-6)[0], normed[row])
         assert torch.equal(silu_and_mul(one)[0], activated[row])
         alone, alone_total = rms_norm(one, weight, 1e-6, x[299 - row : 300 - row])
@@ -62,6 +77,8 @@ def test_rows_may_be_strided() -> None:
     wide, weight = torch.randn(6, 64), torch.randn(32)
     assert_close(rms_norm(wide[:, :32], weight, 1e-5), rms_norm_reference(wide[:, :32], weight, 1e-5))
     assert_close(silu_and_mul(wide[:, :32]), silu_and_mul_reference(wide[:, :32]))
+    expected = gated_rms_norm_reference(wide[:, :32], wide[:, 32:], weight, 1e-5, groups=1)
+    assert_close(gated_rms_norm(wide[:, :32], wide[:, 32:], weight, 1e-5), expected)
 
 
 def test_unknown_activation() -> None:
