@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from raydix.engine.model.packed_weights import Float8, Packing
 STORED_BITS = "stored_bits"  # key of `ModelConfig.stored_bits` in the `config.json` of a converted file
 
 JsonObject: TypeAlias = Mapping[str, Any]
-Activation: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Activation: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,9 @@ class ExpertsConfig:
     layers: tuple[int, ...]
     """Indices of the layers that have experts; the others have one MLP, of the model's `intermediate_size`."""
     shared_size: int = 0
-    """Size of the intermediate state of one more expert, which every token goes through behind a gate; 0: there is
-    none."""
+    """Size of the intermediate state of one more expert, which every token goes through; 0: there is none."""
+    shared_gate: bool = True
+    """What that expert gives is multiplied by a gate's sigmoid."""
     router: str = "mlp.gate"
     gate: str | None = "mlp.experts.{}.gate_proj"
     """Name of each expert's gate projection, with the expert's number in place of the braces; None: `up` holds the gate
@@ -92,33 +94,81 @@ class DeltaConfig:
     """The weights store the input projections as two, the rows of each key head together (Qwen 3 Next)."""
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of a layer's memory, heads first."""
+        return self.num_value_heads, self.key_dim, self.value_dim
+
+    @property
     def channels(self) -> int:
-        """Queries, keys and values of all heads."""
+        """Queries, keys and values of all heads, which are convolved."""
         return 2 * self.num_key_heads * self.key_dim + self.values
 
     @property
     def values(self) -> int:
+        """Numbers that the layer's output projection takes."""
         return self.num_value_heads * self.value_dim
+
+    @property
+    def projected(self) -> int:
+        """Rows of the layer's input projection: what is convolved, gates, and shares and steps of heads."""
+        return self.channels + self.values + 2 * self.num_value_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaConfig:
+    """Heads of Mamba-2's selective scan (arXiv 2405.21060)."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Groups of neighbouring heads, each with one input and output matrix (B and C), and a norm of its own."""
+    state_size: int
+    """Numbers that are kept for each dimension of a head."""
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    """Least and greatest length of a step."""
+    conv_bias: bool = True
+    projection_bias: bool = False
+    """The input and output projections have a bias."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of a layer's memory, heads first."""
+        return self.num_heads, self.state_size, self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Values of all heads, and B and C of all groups, which are convolved."""
+        return self.values + 2 * self.num_groups * self.state_size
+
+    @property
+    def values(self) -> int:
+        """Numbers that the layer's output projection takes."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def projected(self) -> int:
+        """Rows of the layer's input projection: gates, what is convolved, and steps of heads."""
+        return self.values + self.channels + self.num_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentConfig:
     """Layers that keep a state of one size in the place of keys and values for each position: a short convolution, and
-    in some families a gated delta rule behind it."""
+    in most families a memory of each head behind it."""
 
     layers: tuple[int, ...]
-    """Indices of the recurrent layers; the others have attention."""
+    """Indices of the recurrent layers."""
     kernel_size: int
     """Positions that the convolution spans, its own included."""
     channels: int
     """Channels of the convolution."""
-    delta: DeltaConfig | None = None
+    memory: DeltaConfig | MambaConfig | None = None
     """None: the convolution stands between two gates, which the layer's input projection gives, too (LFM2)."""
 
     @property
-    def delta_size(self) -> int:
-        """Numbers of one layer's state of the delta rule, [num_value_heads, key_dim, value_dim]."""
-        return 0 if self.delta is None else self.delta.values * self.delta.key_dim
+    def memory_size(self) -> int:
+        """Numbers of one layer's memory."""
+        return 0 if self.memory is None else math.prod(self.memory.shape)
 
     @property
     def tail_size(self) -> int:
@@ -127,16 +177,13 @@ class RecurrentConfig:
 
     @property
     def projected(self) -> int:
-        """Rows of the layer's input projection: what is convolved, and gates, shares and steps of heads; or three times
-        the channels."""
-        if self.delta is None:
-            return 3 * self.channels
-        return self.channels + self.delta.values + 2 * self.delta.num_value_heads
+        """Rows of the layer's input projection; without a memory three times the channels."""
+        return 3 * self.channels if self.memory is None else self.memory.projected
 
     @property
     def mixed(self) -> int:
         """Numbers that the layer's output projection takes."""
-        return self.channels if self.delta is None else self.delta.values
+        return self.channels if self.memory is None else self.memory.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +198,7 @@ class KVHeads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A Llama-like decoder: attention over grouped heads and a gated MLP, with norms before or after each."""
+    """A Llama-like decoder: attention over grouped heads or a recurrence, and an MLP, with norms before or after."""
 
     architecture: str
     vocab_size: int
@@ -169,6 +216,7 @@ class ModelConfig:
     """Per layer: how many positions a token attends to, itself included; None: all before it."""
     attention_scale: float
     activation: Activation = "silu"
+    """The MLP's, of its gate; with `relu2`, the square of what is positive, the MLP has no gate."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     """The q, k and v projections have a bias."""
@@ -225,6 +273,10 @@ class ModelConfig:
     packing: Packing | Float8 | None = None
     """How the weights of the layers are packed, which are in few bits; None: they are not."""
     recurrent: RecurrentConfig | None = None
+    layers_of_mlp: tuple[int, ...] = ()
+    """Indices of the layers that are an MLP alone, without attention or a recurrence (Nemotron-H)."""
+    layers_without_mlp: tuple[int, ...] = ()
+    """Indices of the layers that are attention or a recurrence alone."""
     own_names: tuple[tuple[str, str], ...] = ()
     """Parts of tensors' names, whole between dots, that differ from the usual ones: the usual part and the family's."""
 
@@ -237,8 +289,17 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Indices of the layers that keep keys and values."""
-        recurrent = () if self.recurrent is None else self.recurrent.layers
-        return tuple(index for index in range(self.num_layers - self.num_shared_kv_layers) if index not in recurrent)
+        others = {*self.layers_of_mlp, *(() if self.recurrent is None else self.recurrent.layers)}
+        return tuple(index for index in range(self.num_layers - self.num_shared_kv_layers) if index not in others)
+
+    @property
+    def has_gate(self) -> bool:
+        """True if MLPs multiply by a gate."""
+        return self.activation != "relu2"
+
+    def input_norm(self, index: int) -> str | None:
+        """Name of the norm of what a layer reads; None: it has none."""
+        return self.norms.mlp if index in self.layers_of_mlp else self.norms.attention
 
     @property
     def is_uniform(self) -> bool:

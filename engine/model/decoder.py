@@ -1,6 +1,7 @@
 """The decoder: one forward pass over a batch of chunks, through paged KV.
 
-A layer has attention, or keeps a recurrent state of each sequence, in a pool of states beside the KV.
+A layer has attention, or keeps a recurrent state of each sequence, in a pool of states beside the KV, and an MLP behind
+it. In some families a layer is one of these alone.
 
 Shape suffixes: T tokens of the batch, S sequences, R rows whose results are wanted, V tokens with logits, E hidden
 size, I MLP size, H query heads, K key-value heads, D head dimension.
@@ -21,7 +22,14 @@ from torch.nn import functional
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import Quantization
-from raydix.engine.model.config import DeltaConfig, ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
+from raydix.engine.model.config import (
+    DeltaConfig,
+    ExpertsConfig,
+    MambaConfig,
+    ModelConfig,
+    RecurrentConfig,
+    RopeConfig,
+)
 from raydix.engine.model.families import read_config
 from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.lora import Lora, LoraLoader, LoraRows, add_loras
@@ -34,12 +42,14 @@ from raydix.kernels.decoder_pass import (
     DeltaWeights,
     DenseMLP,
     LayerWeights,
+    MambaWeights,
     OwnInput,
     RecurrentWeights,
     SharedExpert,
 )
 from raydix.kernels.experts import PackedExperts, experts, pack_experts
 from raydix.kernels.gated_delta import gated_delta
+from raydix.kernels.gated_rms_norm import gated_rms_norm
 from raydix.kernels.linear import (
     GroupedWeight,
     Layout,
@@ -55,6 +65,7 @@ from raydix.kernels.paged_attention import paged_attention
 from raydix.kernels.rms_norm import rms_norm
 from raydix.kernels.rotary import rotary_order, rotary_tables
 from raydix.kernels.rotary_kv_store import rotary_kv_store
+from raydix.kernels.selective_scan import selective_scan
 from raydix.kernels.short_conv import short_conv
 from raydix.kernels.silu_and_mul import silu_and_mul
 from raydix.kernels.states import StateUse
@@ -131,7 +142,7 @@ class Decoder:
             scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self.device)
             self._embedding_scale = scale if config.embedding_scale != 1.0 else None
             self._layer_inputs = loader.layer_inputs()
-            self._first_norm = loader.optional_norm("model.layers.0.", config.norms.attention)
+            self._first_norm = loader.optional_norm("model.layers.0.", config.input_norm(0))
             self._query_scale = _query_scale(config, self.max_position, dtype, self.device)
             self._layers = tuple(loader.layer(index) for index in range(config.num_layers))
         recurrent = () if config.recurrent is None else config.recurrent.layers
@@ -237,7 +248,7 @@ class Decoder:
         config = self.config
         # The one call knows the common layer only; what few families have stays in Python, layer by layer.
         is_plain = config.residual_scale == 1.0 and not config.qk_norm_spans_heads and self._query_scale is None
-        is_plain = is_plain and not config.attention_gate and config.is_uniform
+        is_plain = is_plain and not config.attention_gate and config.is_uniform and config.has_gate
         if self._first_norm is None or not is_plain or not DecoderPass.supports(self._layers):
             return None
         return DecoderPass(
@@ -263,11 +274,7 @@ class Decoder:
 
         for index, layer in enumerate(self._layers):
             wants_nothing = index == last and batch.logits_rows.numel() == 0
-            if layer.recurrent is None:
-                mixed_TE = self._attention(x_TE, index, batch, pool, wants_nothing=wants_nothing)
-            else:
-                assert states is not None and batch.states is not None, "recurrent layers need a pool of states"
-                mixed_TE = self._recurrence(x_TE, index, batch, batch.states, states)
+            mixed_TE = self._mixed(x_TE, index, batch, pool, states, wants_nothing=wants_nothing)
             if wants_nothing:
                 return residual_TE.new_empty((0, config.hidden_size))
             if index == last:  # from here on T is R
@@ -278,13 +285,19 @@ class Decoder:
                 if index < config.num_layers - 1:
                     batch = _wanted(batch)
 
-            y_TE = linear(mixed_TE, layer.output)
-            add_loras(y_TE, mixed_TE, batch.loras, index, "output", wanted=index == last)
-            if layer.attention_post_norm is not None:
-                y_TE = rms_norm(y_TE, layer.attention_post_norm, eps)
+            if layer.output is None:  # the layer is an MLP alone
+                x_TE = mixed_TE
+            else:
+                y_TE = linear(mixed_TE, layer.output)
+                add_loras(y_TE, mixed_TE, batch.loras, index, "output", wanted=index == last)
+                if layer.attention_post_norm is not None:
+                    y_TE = rms_norm(y_TE, layer.attention_post_norm, eps)
+                norm = layer.next_norm if layer.mlp is None else layer.mlp_norm
+                x_TE, residual_TE = self._add(y_TE, residual_TE, norm)
 
-            x_TE, residual_TE = self._add(y_TE, residual_TE, layer.mlp_norm)
-            y_TE = self._mlp(x_TE, index, batch.loras)
+            if layer.mlp is None:
+                continue
+            y_TE = self._mlp(x_TE, index, layer.mlp, batch.loras)
             if layer.mlp_post_norm is not None:
                 y_TE = rms_norm(y_TE, layer.mlp_post_norm, eps)
 
@@ -305,15 +318,37 @@ class Decoder:
         gated = silu_and_mul(torch.cat((linear(x_TE, weights.gate), input_TP), dim=1), self.config.activation)
         return rms_norm(linear(gated, weights.projection), weights.norm, self.config.rms_norm_eps)
 
-    def _mlp(self, x_TE: Tensor, index: int, loras: Sequence[LoraRows]) -> Tensor:
+    def _mixed(
+        self,
+        x_TE: Tensor,
+        index: int,
+        batch: ForwardBatch,
+        pool: KVPool,
+        states: StatePool | None,
+        *,
+        wants_nothing: bool,
+    ) -> Tensor:
+        """What a layer's output projection reads, of its attention or recurrence; of a layer that is an MLP alone its
+        input. `wants_nothing`: no row's result is read, only KV and states are written."""
+        layer = self._layers[index]
+        if layer.qkv is None:
+            return x_TE
+        if layer.recurrent is None:
+            return self._attention(x_TE, layer.qkv, index, batch, pool, wants_nothing=wants_nothing)
+        assert states is not None and batch.states is not None, "recurrent layers need a pool of states"
+        projected = linear(x_TE, layer.qkv)
+        return self._recurrence(projected, layer.recurrent, self._places[index], batch, batch.states, states)
+
+    def _mlp(self, x_TE: Tensor, index: int, mlp: DenseMLP | PackedExperts, loras: Sequence[LoraRows]) -> Tensor:
         layer, is_last = self._layers[index], index == self.config.num_layers - 1
-        mlp = layer.mlp
         if isinstance(mlp, PackedExperts):
             y_TE = experts(x_TE, mlp)
             return y_TE if layer.shared is None else y_TE + self._shared_expert(x_TE, layer.shared)
         gate_up = linear(x_TE, mlp.gate_up)
         add_loras(gate_up, x_TE, loras, index, "gate_up", wanted=is_last)
-        activated = silu_and_mul(gate_up, self.config.activation)
+        # One rounding, as of the other activations: the square of a number in float32 is rounded to the dtype.
+        has_gate = self.config.has_gate
+        activated = silu_and_mul(gate_up, self.config.activation) if has_gate else functional.relu(gate_up).square()
         y_TE = linear(activated, mlp.down)
         add_loras(y_TE, activated, loras, index, "down", wanted=is_last)
         return y_TE
@@ -322,6 +357,8 @@ class Decoder:
         """What the expert of every token adds to those that the router chose."""
         inner = silu_and_mul(linear(x_TE, shared.mlp.gate_up), self.config.activation)
         y_TE = linear(inner, shared.mlp.down)
+        if shared.gate is None:
+            return y_TE
         return _gated(y_TE, linear(x_TE, shared.gate).expand_as(y_TE), "sigmoid")
 
     def _add(self, y_TE: Tensor, residual_TE: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -333,11 +370,20 @@ class Decoder:
             return total_TE, total_TE
         return rms_norm(y_TE, norm, self.config.rms_norm_eps, residual_TE)
 
-    def _attention(self, x_TE: Tensor, index: int, batch: ForwardBatch, pool: KVPool, *, wants_nothing: bool) -> Tensor:
+    def _attention(
+        self,
+        x_TE: Tensor,
+        projections: PackedLinear,
+        index: int,
+        batch: ForwardBatch,
+        pool: KVPool,
+        *,
+        wants_nothing: bool,
+    ) -> Tensor:
         """Write a layer's keys and values of the batch's tokens; returns what its output projection reads, [T, H * D].
         `wants_nothing`: no row's result is read, so none is computed."""
         config, layer = self.config, self._layers[index]
-        qkv = linear(x_TE, layer.qkv)
+        qkv = linear(x_TE, projections)
         add_loras(qkv, x_TE, batch.loras, index, "qkv", wanted=False)
         gate_TE = None
         if config.attention_gate:
@@ -350,31 +396,57 @@ class Decoder:
         attended_TE = self._attend(query_THD, layer, keys, values, batch).flatten(1)
         return attended_TE if gate_TE is None else _gated(attended_TE, gate_TE, "sigmoid")
 
-    def _recurrence(self, x_TE: Tensor, index: int, batch: ForwardBatch, use: StateUse, states: StatePool) -> Tensor:
-        """Take a recurrent layer's states over the batch's tokens; returns what its output projection reads."""
-        recurrent, layer = self.config.recurrent, self._layers[index]
-        assert recurrent is not None and layer.recurrent is not None
-        place, delta, weights = self._places[index], recurrent.delta, layer.recurrent
-        tails, projected = states.tails[place], linear(x_TE, layer.qkv)
-        if delta is None or weights.delta is None:
+    def _recurrence(
+        self,
+        projected: Tensor,
+        weights: RecurrentWeights,
+        place: int,
+        batch: ForwardBatch,
+        use: StateUse,
+        states: StatePool,
+    ) -> Tensor:
+        """Take the states of the recurrent layer at `place` among such layers over the batch's tokens; returns what its
+        output projection reads. `projected`: what its input projection gives."""
+        recurrent = self.config.recurrent
+        assert recurrent is not None
+        start, eps, described = batch.query_start, self.config.rms_norm_eps, recurrent.memory
+
+        def convolved(x: Tensor, *, silu: bool) -> Tensor:
+            return short_conv(x, weights.conv, states.tails[place], start, use, silu=silu, bias=weights.conv_bias)
+
+        if isinstance(described, MambaConfig):
+            assert isinstance(weights.memory, MambaWeights)
+            of_scan, memory = weights.memory, states.memories[place]
+            gate, mixed, step = torch.split(
+                projected, [described.values, described.channels, described.num_heads], dim=1
+            )
+            y = selective_scan(
+                convolved(mixed, silu=True),
+                step,
+                of_scan.decay_rate,
+                of_scan.step_bias,
+                of_scan.skip,
+                memory,
+                start,
+                use,
+                step_limits=described.step_limits,
+            )
+            return gated_rms_norm(y, gate, of_scan.norm, eps, groups=described.num_groups)
+
+        if described is None:
             # One gate before the convolution, and one behind it.
             before, behind, x = projected.chunk(3, dim=1)
-            return behind * short_conv(before * x, weights.conv, tails, batch.query_start, use, silu=False)
+            return behind * convolved(before * x, silu=False)
 
-        sizes = [delta.channels, delta.values, delta.num_value_heads, delta.num_value_heads]
+        assert isinstance(weights.memory, DeltaWeights)
+        of_rule, memory = weights.memory, states.memories[place]
+        sizes = [described.channels, described.values, described.num_value_heads, described.num_value_heads]
         qkv, gate, beta, step = torch.split(projected, sizes, dim=1)
         y = gated_delta(
-            short_conv(qkv, weights.conv, tails, batch.query_start, use, silu=True),
-            beta,
-            step,
-            weights.delta.decay_rate,
-            weights.delta.step_bias,
-            states.memories[place],
-            batch.query_start,
-            use,
+            convolved(qkv, silu=True), beta, step, of_rule.decay_rate, of_rule.step_bias, memory, start, use
         )
         # Each head's result has a norm of its own, before the gate.
-        normed = rms_norm(y.view(-1, delta.value_dim), weights.delta.norm, self.config.rms_norm_eps).view_as(y)
+        normed = rms_norm(y.view(-1, described.value_dim), of_rule.norm, eps).view_as(y)
         return _gated(normed, gate, "silu")
 
     def _store_kv(self, qkv: Tensor, index: int, keys: Tensor, values: Tensor, batch: ForwardBatch) -> Tensor:
@@ -544,32 +616,39 @@ class _Loader:
         config, prefix, norms = self._config, f"model.layers.{index}.", self._config.norms
         rope, head_dim = config.rope_of_layer[index], config.kv_heads(index).dim
         is_last, stores = index == config.num_layers - 1, not config.shares_kv(index)
-        recurrent = None
+        recurrent, qkv, output = None, None, None
         if config.recurrent is not None and index in config.recurrent.layers:
             recurrent, qkv, output = self._recurrent(prefix, config.recurrent)
-        else:
+        elif index not in config.layers_of_mlp:
             qkv = self._qkv(f"{prefix}self_attn.", index)
             output = self._packed([f"{prefix}self_attn.o_proj"], bias=config.attention_output_bias)
-        has_head_norms = config.qk_norm and recurrent is None
+        has_head_norms = config.qk_norm and recurrent is None and qkv is not None
+        mlp: DenseMLP | PackedExperts | None = None
+        if (of := config.experts_of_layer(index)) is not None:
+            mlp = self._experts(prefix, of)
+        elif index not in config.layers_without_mlp:
+            mlp = self._mlp(f"{prefix}mlp", bias=config.mlp_bias)
+        # A layer that is one part alone has that part's norms only.
+        has_both = output is not None and mlp is not None
         return LayerWeights(
             qkv=qkv,
             output=output,
-            mlp=self._mlp(prefix) if (of := config.experts_of_layer(index)) is None else self._experts(prefix, of),
-            mlp_norm=self.optional_norm(prefix, norms.mlp),
+            mlp=mlp,
+            mlp_norm=self.optional_norm(prefix, norms.mlp) if has_both else None,
             next_norm=(
                 self.norm("model.norm")
                 if is_last
-                else self.optional_norm(f"model.layers.{index + 1}.", norms.attention)
+                else self.optional_norm(f"model.layers.{index + 1}.", config.input_norm(index + 1))
             ),
-            attention_post_norm=self.optional_norm(prefix, norms.attention_post),
-            mlp_post_norm=self.optional_norm(prefix, norms.mlp_post),
+            attention_post_norm=None if output is None else self.optional_norm(prefix, norms.attention_post),
+            mlp_post_norm=None if mlp is None else self.optional_norm(prefix, norms.mlp_post),
             q_norm=self._head_norm(f"{prefix}self_attn.q_norm", head_dim, rope) if has_head_norms else None,
             k_norm=self._head_norm(f"{prefix}self_attn.k_norm", head_dim, rope) if has_head_norms and stores else None,
             cos_sin=self._cos_sin(head_dim, rope),
             window=config.layer_windows[index],
             sinks=self._weights.tensor(f"{prefix}self_attn.sinks").float() if config.attention_sinks else None,
             recurrent=recurrent,
-            shared=None if of is None or not of.shared_size else self._shared(f"{prefix}{SHARED}"),
+            shared=None if of is None or not of.shared_size else self._shared(f"{prefix}{SHARED}", of),
             v_norm=torch.ones(head_dim, device=self._device) if config.value_norm and stores else None,
             own_input=self._own_input(prefix) if config.layer_input_size else None,
             scalar=self.tensor(f"{prefix}layer_scalar").clone() if config.layer_scalars else None,
@@ -595,20 +674,42 @@ class _Loader:
         self, prefix: str, recurrent: RecurrentConfig
     ) -> tuple[RecurrentWeights, PackedLinear, PackedLinear]:
         """A recurrent layer's weights between its projections, and its input and output projections."""
-        place, conv = ("conv.", "conv.conv") if recurrent.delta is None else ("linear_attn.", "linear_attn.conv1d")
-        taps = self._weights.tensor(f"{prefix}{conv}.weight").float().to(self._device)
-        taps = taps.view(recurrent.channels, recurrent.kernel_size).T.contiguous()
-        names, delta = ["in_proj"], None
-        if recurrent.delta is not None:
-            names = [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")]
-            delta = self._delta(f"{prefix}{place}")
-        # One product of all that reads the input.
-        if recurrent.delta is not None and recurrent.delta.is_fused:
-            inputs = self.pack(self._by_part(f"{prefix}{place}", recurrent.delta))
+        described = recurrent.memory
+        if described is None:
+            place, conv, names = f"{prefix}conv.", "conv", ["in_proj"]
+        elif isinstance(described, MambaConfig):
+            place, conv, names = f"{prefix}mamba.", "conv1d", ["in_proj"]
         else:
-            inputs = self._packed([f"{prefix}{place}{name}" for name in names], bias=False)
-        weights = RecurrentWeights(taps.clone(), delta)
-        return weights, inputs, self._packed([f"{prefix}{place}out_proj"], bias=False)
+            place, conv = f"{prefix}linear_attn.", "conv1d"
+            names = [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")]
+        taps = self._floats(f"{place}{conv}.weight").view(recurrent.channels, recurrent.kernel_size)
+
+        conv_bias, has_bias, memory = None, False, None
+        if isinstance(described, MambaConfig):
+            memory, has_bias = self._mamba(place), described.projection_bias
+            conv_bias = self._floats(f"{place}{conv}.bias") if described.conv_bias else None
+        elif described is not None:
+            memory = self._delta(place)
+        # One product of all that reads the input.
+        if isinstance(described, DeltaConfig) and described.is_fused:
+            inputs = self.pack(self._by_part(place, described))
+        else:
+            inputs = self._packed([f"{place}{name}" for name in names], bias=has_bias)
+        weights = RecurrentWeights(taps.T.contiguous(), conv_bias, memory)
+        return weights, inputs, self._packed([f"{place}out_proj"], bias=has_bias)
+
+    def _floats(self, name: str) -> Tensor:
+        """A tensor in float32; a copy, so that no weight file stays in use."""
+        return self._weights.tensor(name).to(device=self._device, dtype=torch.float32, copy=True)
+
+    def _mamba(self, prefix: str) -> MambaWeights:
+        """The weights of a selective scan. The norm there is stored as it multiplies."""
+        return MambaWeights(
+            decay_rate=self._floats(f"{prefix}A_log").exp(),
+            step_bias=self._floats(f"{prefix}dt_bias"),
+            skip=self._floats(f"{prefix}D"),
+            norm=self._floats(f"{prefix}norm.weight"),
+        )
 
     def _by_part(self, prefix: str, delta: DeltaConfig) -> Tensor:
         """The rows of fused input projections as those of all queries, keys, values, gates, shares and steps."""
@@ -623,30 +724,29 @@ class _Loader:
 
     def _delta(self, prefix: str) -> DeltaWeights:
         """The weights of a delta rule. The norm there is stored as it multiplies."""
-        parts = (self._weights.tensor(f"{prefix}{name}").float() for name in ("A_log", "dt_bias", "norm.weight"))
-        rate, bias, norm = (part.to(self._device) for part in parts)
-        return DeltaWeights(decay_rate=rate.exp(), step_bias=bias.clone(), norm=norm.clone())
+        rate, bias, norm = (self._floats(f"{prefix}{name}") for name in ("A_log", "dt_bias", "norm.weight"))
+        return DeltaWeights(decay_rate=rate.exp(), step_bias=bias, norm=norm)
 
     def optional_norm(self, prefix: str, name: str | None) -> Tensor | None:
         """A norm's weight as `norm` gives it; None without a name."""
         return None if name is None else self.norm(f"{prefix}{name}")
 
-    def _mlp(self, prefix: str) -> DenseMLP:
-        config = self._config
+    def _mlp(self, name: str, *, bias: bool) -> DenseMLP:
         # One product of both halves: the input is read once for twice as many rows of the weight.
-        parts = ["gate_up"] if config.fused_gate_up else ["gate", "up"]
+        parts = ["gate_up"] if self._config.fused_gate_up else ["gate", "up"]
+        if not self._config.has_gate:
+            parts = ["up"]
         return DenseMLP(
-            self._packed([f"{prefix}mlp.{part}_proj" for part in parts], bias=config.mlp_bias),
-            self._packed([f"{prefix}mlp.down_proj"], bias=config.mlp_bias),
+            self._packed([f"{name}.{part}_proj" for part in parts], bias=bias),
+            self._packed([f"{name}.down_proj"], bias=bias),
         )
 
-    def _shared(self, name: str) -> SharedExpert:
+    def _shared(self, name: str, of: ExpertsConfig) -> SharedExpert:
         """The expert that every token goes through. Its gate keeps its bits, as a router does."""
-        mlp = DenseMLP(
-            self._packed([f"{name}.{part}_proj" for part in ("gate", "up")], bias=False),
-            self._packed([f"{name}.down_proj"], bias=False),
-        )
-        return SharedExpert(mlp, pack_weight(self.tensor(f"{name}_gate.weight"), deterministic=self._deterministic))
+        gate = None
+        if of.shared_gate:
+            gate = pack_weight(self.tensor(f"{name}_gate.weight"), deterministic=self._deterministic)
+        return SharedExpert(self._mlp(name, bias=False), gate)
 
     def _experts(self, prefix: str, of: ExpertsConfig) -> PackedExperts:
         """The experts of a layer. The router keeps its bits: it is small, and decides for all that follows."""

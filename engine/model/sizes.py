@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import Quantization
-from raydix.engine.model.config import ExpertsConfig, ModelConfig, RecurrentConfig
+from raydix.engine.model.config import DeltaConfig, ExpertsConfig, MambaConfig, ModelConfig, RecurrentConfig
 from raydix.engine.model.packed_weights import MXFP4_BITS
 
 # Bytes of one number of each dtype that a model may compute in.
@@ -43,19 +43,22 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["model.per_layer_model_projection.weight"] = (config.num_layers * own, hidden)
         shapes["model.per_layer_projection_norm.weight"] = (own,)
 
-    placed = config.norms.attention, config.norms.attention_post, config.norms.mlp, config.norms.mlp_post
-    norms = [name for name in placed if name is not None]
+    norms = config.norms
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        of_layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
+        of_layer: dict[str, tuple[int, ...]] = {}
+        placed: list[str | None] = []
         if config.recurrent is not None and layer in config.recurrent.layers:
             of_layer |= _recurrent_shapes(config.recurrent, hidden)
-        else:
+            placed += [norms.attention, norms.attention_post]
+        elif layer not in config.layers_of_mlp:
             of_layer |= _attention_shapes(config, layer)
-        if (experts := config.experts_of_layer(layer)) is None:
-            of_layer |= _mlp_shapes(config, layer)
-        else:
-            of_layer |= _expert_shapes(experts, hidden)
+            placed += [norms.attention, norms.attention_post]
+        if layer not in config.layers_without_mlp:
+            experts = config.experts_of_layer(layer)
+            of_layer |= _mlp_shapes(config, layer) if experts is None else _expert_shapes(config, experts)
+            placed += [norms.mlp, norms.mlp_post]
+        of_layer |= {f"{name}.weight": (hidden,) for name in placed if name is not None}
         if own:
             of_layer["per_layer_input_gate.weight"] = (own, hidden)
             of_layer["per_layer_projection.weight"] = (hidden, own)
@@ -93,6 +96,8 @@ def _mlp_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """The tensors of one layer's MLP, by their names below the layer."""
     inner = config.mlp_size(layer)
     rows = {"gate_up_proj": 2 * inner} if config.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
+    if not config.has_gate:
+        rows = {"up_proj": inner}
     shapes = _projections(rows, config.hidden_size, "mlp", has_bias=config.mlp_bias)
     return shapes | _projections({"down_proj": config.hidden_size}, inner, "mlp", has_bias=config.mlp_bias)
 
@@ -106,16 +111,37 @@ def _projections(rows: Mapping[str, int], columns: int, place: str, *, has_bias:
 def _recurrent_shapes(recurrent: RecurrentConfig, hidden: int) -> dict[str, tuple[int, ...]]:
     """The tensors of one recurrent layer, by their names below the layer."""
     conv = recurrent.channels, 1, recurrent.kernel_size
-    if (delta := recurrent.delta) is None:
+    if recurrent.memory is None:
         return {
             "conv.in_proj.weight": (recurrent.projected, hidden),
             "conv.conv.weight": conv,
             "conv.out_proj.weight": (hidden, recurrent.mixed),
         }
+    if isinstance(recurrent.memory, MambaConfig):
+        return _mamba_shapes(recurrent.memory, hidden, conv)
+    return _delta_shapes(recurrent.memory, hidden, conv)
+
+
+def _mamba_shapes(mamba: MambaConfig, hidden: int, conv: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "mamba.in_proj.weight": (mamba.projected, hidden),
+        "mamba.conv1d.weight": conv,
+        **{f"mamba.{name}": (mamba.num_heads,) for name in ("A_log", "D", "dt_bias")},
+        "mamba.norm.weight": (mamba.values,),
+        "mamba.out_proj.weight": (hidden, mamba.values),
+    }
+    if mamba.conv_bias:
+        shapes["mamba.conv1d.bias"] = (mamba.channels,)
+    if mamba.projection_bias:
+        shapes |= {"mamba.in_proj.bias": (mamba.projected,), "mamba.out_proj.bias": (hidden,)}
+    return shapes
+
+
+def _delta_shapes(delta: DeltaConfig, hidden: int, conv: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
     heads = delta.num_value_heads
-    inputs = {"in_proj_qkv": recurrent.channels, "in_proj_z": delta.values, "in_proj_b": heads, "in_proj_a": heads}
+    inputs = {"in_proj_qkv": delta.channels, "in_proj_z": delta.values, "in_proj_b": heads, "in_proj_a": heads}
     if delta.is_fused:
-        inputs = {"in_proj_qkvz": recurrent.channels + delta.values, "in_proj_ba": 2 * heads}
+        inputs = {"in_proj_qkvz": delta.channels + delta.values, "in_proj_ba": 2 * heads}
     return {
         **{f"linear_attn.{name}.weight": (rows, hidden) for name, rows in inputs.items()},
         "linear_attn.conv1d.weight": conv,
@@ -126,9 +152,9 @@ def _recurrent_shapes(recurrent: RecurrentConfig, hidden: int) -> dict[str, tupl
     }
 
 
-def _expert_shapes(experts: ExpertsConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+def _expert_shapes(config: ModelConfig, experts: ExpertsConfig) -> dict[str, tuple[int, ...]]:
     """The tensors of one layer's experts, by their names below the layer."""
-    num, inner = experts.num_experts, experts.intermediate_size
+    hidden, num, inner = config.hidden_size, experts.num_experts, experts.intermediate_size
     if experts.stored != "plain":
         return _stored_shapes(experts, hidden)
     parts = {experts.up: (inner, hidden), experts.down: (hidden, inner)}
@@ -138,8 +164,11 @@ def _expert_shapes(experts: ExpertsConfig, hidden: int) -> dict[str, tuple[int, 
         parts[experts.gate] = (inner, hidden)
     shapes: dict[str, tuple[int, ...]] = {f"{experts.router}.weight": (num, hidden)}
     if shared := experts.shared_size:
-        shapes |= {f"{SHARED}.{name}_proj.weight": (shared, hidden) for name in ("gate", "up")}
-        shapes |= {f"{SHARED}.down_proj.weight": (hidden, shared), f"{SHARED}_gate.weight": (1, hidden)}
+        rows = {"gate_up_proj": 2 * shared} if config.fused_gate_up else {"gate_proj": shared, "up_proj": shared}
+        shapes |= {f"{SHARED}.{name}.weight": (size, hidden) for name, size in rows.items()}
+        shapes[f"{SHARED}.down_proj.weight"] = (hidden, shared)
+        if experts.shared_gate:
+            shapes[f"{SHARED}_gate.weight"] = (1, hidden)
     for name, shape in parts.items():
         if "{}" in name:
             shapes |= {f"{name.format(expert)}.weight": shape for expert in range(num)}
@@ -202,10 +231,11 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: Quantization | N
     total = 0
     shapes = expected_shapes(config)
     # Tables that are embedded from and routers keep their bits.
-    unrounded = [_EMBEDDING, LAYER_EMBEDDING] + ([f"{config.experts.router}.weight"] if config.experts else [])
+    embedding = config.stored_name(_EMBEDDING)
+    unrounded = [embedding, LAYER_EMBEDDING] + ([f"{config.experts.router}.weight"] if config.experts else [])
     head = "lm_head.weight"
     if config.tie_word_embeddings and not on_gpu:
-        shapes[head] = shapes[_EMBEDDING]
+        shapes[head] = shapes[embedding]
     for name, shape in shapes.items():
         if name.endswith(SCALES):
             continue
@@ -243,7 +273,7 @@ def step_bytes(config: ModelConfig, token_budget: int, max_requests: int) -> int
         if config.experts.shared_size:
             inner += 3 * config.experts.shared_size + 4 * config.hidden_size
     mixed = (2 + config.attention_gate) * queries + keys
-    if (recurrent := config.recurrent) is not None:  # projected, convolved, in and behind the delta rule, gated
+    if (recurrent := config.recurrent) is not None:  # projected, convolved, in and behind the memory, gated
         mixed = max(mixed, recurrent.projected + 2 * recurrent.channels + 4 * recurrent.mixed)
     widest = 4 * config.hidden_size + mixed + inner
     rows = max(max_requests, SCORED_ROWS)
@@ -260,7 +290,7 @@ def state_bytes(config: ModelConfig) -> int:
     """Bytes of one state: what all recurrent layers keep of a sequence at one position, in float32. 0 for a model
     without such layers."""
     recurrent = config.recurrent
-    return 0 if recurrent is None else 4 * len(recurrent.layers) * (recurrent.delta_size + recurrent.tail_size)
+    return 0 if recurrent is None else 4 * len(recurrent.layers) * (recurrent.memory_size + recurrent.tail_size)
 
 
 def num_states(config: ModelConfig, pool_bytes: int, max_requests: int) -> int:
@@ -291,17 +321,16 @@ def pair_share(config: ModelConfig) -> float:
     num_paired = 0  # for a token and a position to which it attends, a product with the key and one with the value
     for layer in range(config.num_layers):
         if (recurrent := config.recurrent) is not None and layer in recurrent.layers:
-            num_products += (recurrent.projected + recurrent.mixed) * config.hidden_size + 2 * recurrent.delta_size
-        else:
+            num_products += (recurrent.projected + recurrent.mixed) * config.hidden_size + 2 * recurrent.memory_size
+        elif layer not in config.layers_of_mlp:
             heads = config.kv_heads(layer)
             own = 0 if config.shares_kv(layer) else heads.num
             num_products += 2 * (config.num_heads + own) * heads.dim * config.hidden_size
             num_paired += 2 * config.num_heads * heads.dim if config.layer_windows[layer] is None else 0
-        if (experts := config.experts_of_layer(layer)) is None:
-            num_products += 3 * config.mlp_size(layer) * config.hidden_size
-        else:
+        inner = 0 if layer in config.layers_without_mlp else config.mlp_size(layer)
+        if (experts := config.experts_of_layer(layer)) is not None:
             inner = experts.per_token * experts.intermediate_size + experts.shared_size
-            num_products += 3 * inner * config.hidden_size
+        num_products += (2 + config.has_gate) * inner * config.hidden_size
     return num_paired / num_products if num_products else 0.0
 
 
@@ -310,7 +339,7 @@ def _is_kept(name: str, config: ModelConfig) -> bool:
     only its experts."""
     if config.experts is not None and config.experts.stored == "mxfp4":
         return name.endswith(BLOCKS)
-    return name != _EMBEDDING and (config.packing is None or ".layers." in name)
+    return name != config.stored_name(_EMBEDDING) and (config.packing is None or ".layers." in name)
 
 
 def _shared_kv(config: ModelConfig) -> set[str]:

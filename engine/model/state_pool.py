@@ -20,19 +20,19 @@ class StatePool:
     def __init__(self, config: ModelConfig, num_slots: int) -> None:
         recurrent = config.recurrent
         assert recurrent is not None
-        delta, tail = recurrent.delta_size, recurrent.tail_size
+        memory, tail = recurrent.memory_size, recurrent.tail_size
         self.num_slots = num_slots
-        self.data = untouched((num_slots, len(recurrent.layers), delta + tail), torch.float32)
+        self.data = untouched((num_slots, len(recurrent.layers), memory + tail), torch.float32)
         self.memories: tuple[Tensor, ...] = ()
-        """[num_slots, num_value_heads, key_dim, value_dim] of each recurrent layer, in the layers' order; none without
-        a delta rule."""
-        if recurrent.delta is not None:
-            heads = (recurrent.delta.num_value_heads, recurrent.delta.key_dim, recurrent.delta.value_dim)
+        """[num_slots, num_heads, rows, columns] of each recurrent layer, in the layers' order; none where heads have no
+        memory."""
+        if recurrent.memory is not None:
             self.memories = tuple(
-                self.data[:, place, :delta].view(num_slots, *heads) for place in range(len(recurrent.layers))
+                self.data[:, place, :memory].view(num_slots, *recurrent.memory.shape)
+                for place in range(len(recurrent.layers))
             )
         self.tails: tuple[Tensor, ...] = tuple(
-            self.data[:, place, delta:].view(num_slots, recurrent.kernel_size - 1, recurrent.channels)
+            self.data[:, place, memory:].view(num_slots, recurrent.kernel_size - 1, recurrent.channels)
             for place in range(len(recurrent.layers))
         )
         """[num_slots, kernel_size - 1, channels] of each recurrent layer: the convolution's last inputs, oldest

@@ -11,14 +11,24 @@ from raydix.kernels.experts import PackedExperts
 from raydix.kernels.linear import Layout, PackedLinear
 from raydix.kernels.silu_and_mul import KINDS
 
-__all__ = ["DecoderPass", "DeltaWeights", "DenseMLP", "LayerWeights", "OwnInput", "RecurrentWeights", "SharedExpert"]
+__all__ = [
+    "DecoderPass",
+    "DeltaWeights",
+    "DenseMLP",
+    "LayerWeights",
+    "MambaWeights",
+    "OwnInput",
+    "RecurrentWeights",
+    "SharedExpert",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class DenseMLP:
-    """A gated MLP that every token goes through."""
+    """An MLP that every token goes through."""
 
     gate_up: PackedLinear
+    """Of an MLP without a gate the up projection alone."""
     down: PackedLinear
 
     def products(self) -> tuple[PackedLinear, ...]:
@@ -30,11 +40,11 @@ class SharedExpert:
     """An MLP that every token of a layer with experts goes through, too."""
 
     mlp: DenseMLP
-    gate: PackedLinear
-    """[1, hidden]: the share of its result, by a sigmoid."""
+    gate: PackedLinear | None
+    """[1, hidden]: the share of its result, by a sigmoid; None: all of it."""
 
     def products(self) -> tuple[PackedLinear, ...]:
-        return (*self.mlp.products(), self.gate)
+        return self.mlp.products() if self.gate is None else (*self.mlp.products(), self.gate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +60,29 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class MambaWeights:
+    """The weights of a selective scan between its layer's convolution and output projection, all float32."""
+
+    decay_rate: Tensor
+    """[num_heads]."""
+    step_bias: Tensor
+    """[num_heads]."""
+    skip: Tensor
+    """[num_heads]: factors on the values that pass the memory by."""
+    norm: Tensor
+    """[num_heads * head_dim]: of each group's gated result."""
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentWeights:
     """The weights of a recurrent layer between its projections."""
 
     conv: Tensor
     """[kernel_size, channels] float32."""
-    delta: DeltaWeights | None
+    conv_bias: Tensor | None
+    """[channels] float32."""
+    memory: DeltaWeights | MambaWeights | None
+    """None: the convolution stands between two gates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +104,15 @@ class OwnInput:
 class LayerWeights:
     """One layer's weights. Norm weights are float32 and have the family's offset in them."""
 
-    qkv: PackedLinear
+    qkv: PackedLinear | None
     """The projections of a layer's input: queries, keys and values, and behind them the gates of the heads if there are
-    any; of a recurrent layer queries, keys, values, gates, and each head's shares and steps, or without a delta rule
-    the two gates and what is convolved."""
-    output: PackedLinear
-    mlp: DenseMLP | PackedExperts
+    any; of a recurrent layer what its kind takes: of a delta rule queries, keys, values, gates, and each head's shares
+    and steps, of a selective scan gates, values, B, C and steps, or without a memory the two gates and what is
+    convolved. None: the layer is an MLP alone."""
+    output: PackedLinear | None
+    """None: the layer is an MLP alone."""
+    mlp: DenseMLP | PackedExperts | None
+    """None: the layer ends behind `output`."""
     mlp_norm: Tensor | None
     next_norm: Tensor | None
     """The norm of the next layer's input, or the final norm, fused with this layer's last residual add."""
@@ -107,8 +137,9 @@ class LayerWeights:
     """[1]: factor of the residual stream at the layer's end."""
 
     def products(self) -> tuple[PackedLinear, ...]:
-        parts = (part for part in (self.shared, self.own_input) if part is not None)
-        return self.qkv, self.output, *self.mlp.products(), *(product for part in parts for product in part.products())
+        own = tuple(each for each in (self.qkv, self.output) if each is not None)
+        parts = (part for part in (self.mlp, self.shared, self.own_input) if part is not None)
+        return own + tuple(product for part in parts for product in part.products())
 
 
 class DecoderPass:
@@ -138,6 +169,8 @@ class DecoderPass:
         # The C++ loop norms before each product; families that norm behind only go layer by layer in Python.
         extras = ((layer.recurrent, layer.shared, layer.v_norm, layer.own_input, layer.scalar) for layer in layers)
         if any(part is not None for layer in extras for part in layer):
+            return False
+        if any(layer.qkv is None or layer.mlp is None for layer in layers):
             return False
         has_norms = all(layer.mlp_norm is not None and layer.next_norm is not None for layer in layers)
         return has_norms and all(product.layout is Layout.PANELS for layer in layers for product in layer.products())
@@ -175,6 +208,7 @@ class DecoderPass:
 
 
 def _layer(layer: LayerWeights) -> tuple[Any, ...]:
+    assert layer.qkv is not None and layer.output is not None and layer.mlp is not None, "see `supports`"
     gate_up, down, experts = None, None, None
     if isinstance(layer.mlp, DenseMLP):
         gate_up, down = layer.mlp.gate_up.as_tuple(), layer.mlp.down.as_tuple()

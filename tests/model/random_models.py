@@ -52,6 +52,22 @@ DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
 
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+    "shared_intermediate_size": 72,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.0625,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -98,15 +114,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "granite": (
-        "Granite",
-        {
-            "embedding_multiplier": 12.0,
-            "attention_multiplier": 0.0625,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 8.0,
-        },
-    ),
+    "granite": ("Granite", MULTIPLIERS),
     "olmo 2": ("Olmo2", {}),
     "olmo 3": ("Olmo3", {"sliding_window": 24, "rope_scaling": {**YARN_ROPE, "attention_factor": 1.2}}),
     "exaone 4": ("Exaone4", {"sliding_window": 24, "sliding_window_pattern": 2}),
@@ -127,17 +135,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 3 moe": ("Qwen3Moe", {**EXPERTS, **QWEN3_MOE}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 24}),
     "olmoe": ("Olmoe", EXPERTS),
-    "granite moe": (
-        "GraniteMoe",
-        {
-            "num_local_experts": 8,
-            "num_experts_per_tok": 3,
-            "embedding_multiplier": 12.0,
-            "attention_multiplier": 0.0625,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 8.0,
-        },
-    ),
+    "granite moe": ("GraniteMoe", {**MULTIPLIERS, "num_local_experts": 8, "num_experts_per_tok": 3}),
     "gpt-oss": ("GptOss", {**EXPERTS, "head_dim": 32, "sliding_window": 24}),
     "glm": ("Glm", {"head_dim": 32}),
     "glm 4": ("Glm4", {"head_dim": 32}),
@@ -151,6 +149,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["conv", "full_attention", "conv", "conv"],
             "block_multiple_of": 32,
             "tie_word_embeddings": False,
+        },
+    ),
+    "granite 4": ("GraniteMoeHybrid", {**MAMBA, **MULTIPLIERS, "num_local_experts": 0, "tie_word_embeddings": True}),
+    "granite 4 moe": (
+        "GraniteMoeHybrid",
+        {**MAMBA, **MULTIPLIERS, "num_local_experts": 8, "num_experts_per_tok": 3, "mamba_n_groups": 1},
+    ),
+    "granite 4 of attention": (
+        "GraniteMoeHybrid",
+        {
+            **MAMBA,
+            **MULTIPLIERS,
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * 4,
+            "position_embedding_type": "rope",
         },
     ),
     "gemma 3": ("Gemma3", {**GEMMA3, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
@@ -170,9 +183,10 @@ CASES |= {
     ),
 }
 
-LAYER_BY_LAYER = {"granite", "olmo 2", "olmo 3", "exaone 4", "exaone 4 without windows", "ministral 3"}
-LAYER_BY_LAYER |= {"olmoe", "granite moe", "qwen 2 moe", "qwen 3 next", "qwen 3.5", "qwen 3.5 moe", "lfm 2"}
+LAYER_BY_LAYER = {"olmo 2", "olmo 3", "exaone 4", "exaone 4 without windows", "ministral 3"}
+LAYER_BY_LAYER |= {"olmoe", "qwen 2 moe", "qwen 3 next", "qwen 3.5", "qwen 3.5 moe", "lfm 2"}
 LAYER_BY_LAYER |= {"gemma 4", "gemma 4 large"}
+LAYER_BY_LAYER |= {case for case in CASES if case.startswith("granite")}
 """Cases with a part that the pass of all layers in one call does not know."""
 
 

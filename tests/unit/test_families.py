@@ -1,11 +1,12 @@
 """A `config.json` becomes a description: the family is found, absent keys get its values, the rest is refused."""
 
+import math
 from typing import Any
 
 import pytest
 
 from raydix.engine.core.errors import StartupError
-from raydix.engine.model.config import KVHeads, RopeConfig
+from raydix.engine.model.config import KVHeads, MambaConfig, RopeConfig
 from raydix.engine.model.families import FAMILIES, config_of
 from raydix.engine.model.families.refused import missing_for
 from raydix.engine.model.sizes import check_names, expected_shapes
@@ -186,6 +187,37 @@ def test_layers_of_lfm_2() -> None:
         config_of({**config, "conv_bias": True})
     with pytest.raises(StartupError, match="layer_types names 2 layers of 4"):
         config_of({**config, "layer_types": kinds[:2]})
+
+
+def test_layers_of_granite_4() -> None:
+    """With experts beside an MLP, or the MLP alone, and in both versions' words."""
+    config = {**SMALL, "model_type": "granitemoehybrid", "mamba_n_heads": 4, "mamba_d_state": 16}
+    kinds = ["mamba", "attention", "mamba", "mamba"]
+    found = config_of({**config, "layer_types": kinds, "num_local_experts": 4, "shared_intermediate_size": 40})
+    assert found.recurrent is not None and found.recurrent.layers == (0, 2, 3) and found.attention_layers == (1,)
+    assert found.recurrent.memory == MambaConfig(num_heads=4, head_dim=32, num_groups=1, state_size=16)
+    assert found.experts is not None and (found.experts.shared_size, found.experts.shared_gate) == (40, False)
+    assert found.intermediate_size == 96 and found.rope_of_layer == (None,) * 4, "it knows no positions"
+    assert "model.layers.3.shared_mlp.input_linear.weight" in expected_shapes(found)
+
+    published = {"layer_types": ["linear_attention"] * 4, "time_step_limit": [0.5, {"__float__": "Infinity"}]}
+    dense = config_of({**config, **published, "num_local_experts": 0, "shared_intermediate_size": 40})
+    assert dense.experts is None and dense.intermediate_size == 40 and dense.attention_layers == ()
+    assert dense.recurrent is not None and isinstance(dense.recurrent.memory, MambaConfig)
+    assert dense.recurrent.memory.step_limits == (0.5, math.inf)
+    assert "model.layers.3.shared_mlp.input_linear.weight" in expected_shapes(dense)
+
+    plain = config_of({**config, "layer_types": ["attention"] * 4, "position_embedding_type": "rope"})
+    assert plain.recurrent is None and None not in plain.rope_of_layer
+
+    with pytest.raises(StartupError, match="layer_types names 3 layers of 4"):
+        config_of({**config, "layer_types": kinds[:3]})
+    with pytest.raises(StartupError, match="a layer of the kind 'mlp'"):
+        config_of({**config, "layer_types": [*kinds[:3], "mlp"]})
+    with pytest.raises(StartupError, match="4 heads of 16 are not the 128 channels"):
+        config_of({**config, "mamba_d_head": 16})
+    with pytest.raises(StartupError, match="4 heads cannot share the states of 3 groups"):
+        config_of({**config, "mamba_n_groups": 3})
 
 
 def test_soft_caps_may_be_absent_or_null() -> None:

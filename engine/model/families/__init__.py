@@ -14,7 +14,7 @@ from raydix.engine.model.config import STORED_BITS, JsonObject, ModelConfig, rea
 from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED
 from raydix.engine.model.families.gpt_oss import GPT_OSS
-from raydix.engine.model.families.granite import GRANITE, GRANITE_MOE
+from raydix.engine.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from raydix.engine.model.families.lfm import LFM2
 from raydix.engine.model.families.llama import ERNIE4_5, EXAONE4, GLM, GLM4, HELIUM, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from raydix.engine.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
@@ -28,7 +28,7 @@ _ALL = (
     *(QWEN2, QWEN3, QWEN3_5, GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
     *(PHI3, SMOLLM3, GLM, GLM4, HELIUM, ERNIE4_5, SEED_OSS),
     *(GRANITE, OLMO2, OLMO3, EXAONE4, MINISTRAL3),
-    LFM2,
+    *(LFM2, GRANITE_HYBRID),
     *(QWEN2_MOE, QWEN3_NEXT, QWEN3_5_MOE),
     *(QWEN3_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GPT_OSS),
 )

@@ -16,6 +16,9 @@ _DEFAULTS: Mapping[str, Any] = {
     "mlp_bias": False,
 }
 
+# Keys that only families with recurrent layers have.
+_RECURRENT = ("linear_num_value_heads", "conv_L_cache", "mamba_n_heads", "mamba_num_heads")
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -83,7 +86,7 @@ class Family:
     @property
     def is_recurrent(self) -> bool:
         """True if some of its layers keep a recurrent state."""
-        return "linear_num_value_heads" in self.defaults or "conv_L_cache" in self.defaults
+        return any(key in self.defaults for key in _RECURRENT)
 
     @property
     def cpu_only(self) -> str | None:

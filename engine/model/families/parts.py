@@ -1,16 +1,27 @@
 """Parts of a description that families share."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from raydix.engine.core.errors import StartupError
-from raydix.engine.model.config import Activation, ExpertsConfig, JsonObject, ModelConfig, RopeConfig, unsupported
+from raydix.engine.model.config import (
+    Activation,
+    ExpertsConfig,
+    JsonObject,
+    MambaConfig,
+    ModelConfig,
+    RecurrentConfig,
+    RopeConfig,
+    unsupported,
+)
 from raydix.engine.model.families.family import Settings
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }
 _ROPE_TYPES = ("linear", "llama3", "yarn", "longrope", "proportional")
 # Dynamic scaling begins beyond max_position, which is never served; in text all sections of mrope count alike.
@@ -84,6 +95,39 @@ def layer_windows(settings: Settings, window: int | None, is_windowed: Callable[
         raise ValueError(f"layer_types has {sorted(unknown)[0]!r}")
 
     return tuple(int(window) if kind == "sliding_attention" and window is not None else None for kind in kinds)
+
+
+# Names of a layer's kind, of transformers 5 and before.
+KINDS = {
+    "linear_attention": "mamba",
+    "mamba": "mamba",
+    "full_attention": "attention",
+    "attention": "attention",
+    "mlp": "mlp",
+}
+
+
+def mamba_layers(kinds: Sequence[str], memory: MambaConfig, kernel_size: int) -> RecurrentConfig | None:
+    """The layers of a hybrid of Mamba-2, of the names that `KINDS` gives to its layers; None: there are none such."""
+    if memory.num_heads % memory.num_groups:
+        raise ValueError(f"{memory.num_heads} heads cannot share the states of {memory.num_groups} groups")
+    layers = tuple(index for index, kind in enumerate(kinds) if kind == "mamba")
+    described = RecurrentConfig(layers=layers, kernel_size=kernel_size, channels=memory.channels, memory=memory)
+    return described if layers else None
+
+
+def kinds_of_layers(stated: Sequence[str], known: Collection[str]) -> list[str]:
+    """The kind of each layer in the words of `KINDS`. Raises `ValueError` for one that is not among `known`."""
+    if unknown := [kind for kind in stated if KINDS.get(kind) not in known]:
+        raise ValueError(f"a layer of the kind {unknown[0]!r}")
+    return [KINDS[kind] for kind in stated]
+
+
+def step_limits(settings: Settings) -> tuple[float, float]:
+    """Least and greatest length of a step. transformers 5 writes infinity as an object, JSON having no such number."""
+    limits = settings.get("time_step_limit") or (0.0, math.inf)
+    least, most = (float(each["__float__"] if isinstance(each, Mapping) else each) for each in limits)
+    return least, most
 
 
 def optional_float(value: float | None) -> float | None:

@@ -140,7 +140,7 @@ def _hybrid(settings: Settings, *, is_fused: bool = False) -> ModelConfig:
         layers=layers,
         kernel_size=int(settings["linear_conv_kernel_dim"]),
         channels=delta.channels,
-        delta=delta,
+        memory=delta,
     )
     return replace(
         decoder(settings),
