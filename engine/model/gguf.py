@@ -58,7 +58,7 @@ _EXPERT_TENSORS = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-# Bits of a weight by its block's kind, scales included. Numbers of five and six bits take eight.
+# Bits of a weight by its block's kind, scales included. Numbers of three bits take four, of five and six bits eight.
 MEMORY_BITS = {
     "Q4_0": 4.75,
     "Q4_1": 5.5,
@@ -68,9 +68,14 @@ MEMORY_BITS = {
     "Q4_K": 4.63,
     "Q5_K": 8.63,
     "Q6_K": 8.57,
+    "Q3_K": 4.57,
+    "IQ4_NL": 4.75,
+    "IQ4_XS": 4.32,
+    "MXFP4": 4.25,
 }
 # About the same by a file's `general.file_type`: a few of its matrices are of another kind than most.
-FILE_BITS = {2: 4.9, 3: 5.6, 7: 8.8, 8: 8.8, 9: 9.5, 14: 5.3, 15: 6.3, 16: 8.7, 17: 8.7, 18: 8.7}
+FILE_BITS = {2: 4.9, 3: 5.6, 7: 8.8, 8: 8.8, 9: 9.5, 11: 4.9, 12: 5.2, 13: 5.6, 14: 5.3, 15: 6.3, 16: 8.7, 17: 8.7}
+FILE_BITS |= {18: 8.7, 25: 5.2, 30: 4.9, 38: 4.6}
 _ROPE_FACTORS = "rope_freqs.weight"
 _SINGLE_DIGIT_VOCABULARIES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 _SHARD_BYTES = 2 << 30

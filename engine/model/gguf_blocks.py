@@ -10,7 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raydix.kernels.linear import GroupedWeight, Groups
+from raydix.engine.model.packed_weights import FLOAT4_DOUBLED
+from raydix.kernels.linear import GroupedWeight, Groups, Scales
+
+# The values of the sixteen numbers of IQ4_NL and IQ4_XS.
+UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,57 @@ def _q8_0(blocks: Tensor) -> GroupedWeight:
     return _of_32(blocks, 8, 128, blocks[:, :, 2:] ^ 128, has_least=False)
 
 
+def _iq4_nl(blocks: Tensor) -> GroupedWeight:
+    # Two bytes of scale, sixteen of numbers.
+    scales = _halves(blocks, 0)
+    return GroupedWeight(
+        groups=Groups(4, size=32, super=32, values=UNEVEN),
+        numbers=_rows(_nibbles(blocks[:, :, 2:])),
+        scales=scales,
+        factors=torch.ones(scales.shape, dtype=torch.int8),
+    )
+
+
+def _mxfp4(blocks: Tensor) -> GroupedWeight:
+    # A byte of exponent, sixteen of numbers.
+    return GroupedWeight(
+        groups=Groups(4, size=32, super=32, scales=Scales.EXPONENTS, values=FLOAT4_DOUBLED),
+        numbers=_rows(_nibbles(blocks[:, :, 1:])),
+        scales=blocks[:, :, 0],
+    )
+
+
+def _iq4_xs(blocks: Tensor) -> GroupedWeight:
+    # Two bytes of scale, and of eight factors around 32 two bytes of upper bits and four of lower ones, then groups of
+    # sixteen bytes of numbers.
+    upper = blocks[:, :, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3
+    lower = blocks[:, :, 4:8, None] >> torch.tensor([0, 4], dtype=torch.uint8) & 15
+    factors = (lower.flatten(2) | upper.flatten(2) << 4).to(torch.int8) - 32
+    return GroupedWeight(
+        groups=Groups(4, size=32, super=256, values=UNEVEN),
+        numbers=_rows(_nibbles(blocks[:, :, 8:].reshape(*blocks.shape[:2], 8, 16)).flatten(2)),
+        scales=_halves(blocks, 0),
+        factors=_rows(factors),
+    )
+
+
+def _q3_k(blocks: Tensor) -> GroupedWeight:
+    # Bits worth four of all numbers around four, their lower two bits, then of sixteen factors around 32 the lower four
+    # bits and the upper two, and the scale.
+    pairs = blocks[:, :, 32:96].reshape(*blocks.shape[:2], 2, 1, 32)
+    pairs = pairs >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
+    fours = blocks[:, :, None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    lower = blocks[:, :, None, 96:104] >> torch.tensor([[0], [4]], dtype=torch.uint8) & 15
+    upper = blocks[:, :, None, 104:108] >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
+    factors = (lower.flatten(2) | upper.flatten(2) << 4).to(torch.int8) - 32
+    return GroupedWeight(
+        groups=Groups(4, size=16, super=256, zero=4),
+        numbers=_rows(pairs.flatten(2) | fours.flatten(2) << 2),
+        scales=_halves(blocks, 108),
+        factors=_rows(factors),
+    )
+
+
 def _factors_of_k(data: Tensor) -> tuple[Tensor, Tensor]:
     """The six-bit factors of eight groups, of scales and of least values: twelve bytes hold the lower bits of four
     groups each, then both factors' lower halves of the other four, whose upper bits lie above the first ones'."""
@@ -154,4 +209,8 @@ KINDS = {
     "Q4_K": Kind(256, 144, _q4_k),
     "Q5_K": Kind(256, 176, _q5_k),
     "Q6_K": Kind(256, 210, _q6_k),
+    "Q3_K": Kind(256, 110, _q3_k),
+    "IQ4_NL": Kind(32, 18, _iq4_nl),
+    "IQ4_XS": Kind(256, 136, _iq4_xs),
+    "MXFP4": Kind(32, 17, _mxfp4),
 }

@@ -120,22 +120,21 @@ def stacked(weights: Sequence[GroupedWeight]) -> GroupedWeight:
 def in_one_form(weights: Sequence[GroupedWeight]) -> list[GroupedWeight] | None:
     """The same weights, bit by bit, in one form, so that they can be stacked; None where there is no common one.
 
-    The common form has eight bits: with another zero, or where groups are parts of 256 with what is taken off. Weights
-    whose scales are no products have none with others.
+    The common form has eight bits, the smallest groups among all, and another zero or what is taken off. Weights whose
+    scales are no products have none with others, nor have those with scales beyond float16.
     """
-    forms = {weight.groups for weight in weights}
-    if len(forms) == 1:
+    if len({weight.groups for weight in weights}) == 1:
         return list(weights)
-    if any(form.scales is not Scales.PRODUCTS for form in forms):
+    if any(weight.groups.scales is not Scales.PRODUCTS for weight in weights):
         return None
     weights = [_without_table(weight) for weight in weights]
-    forms = {weight.groups for weight in weights}
+    forms = [weight.groups for weight in weights]
     if len({(form.size, form.super) for form in forms}) == 1 and not any(form.has_least for form in forms):
         zero = max(form.zero for form in forms)
         return [_with_zero(weight, zero) for weight in weights]
-    if all(form.super == 256 for form in forms):
-        return [_with_least(weight) for weight in weights]
-    return None
+    size, length = min(form.size for form in forms), min(form.super for form in forms)
+    alike = [_with_least(weight, size, length) for weight in weights]
+    return [weight for weight in alike if weight is not None] if None not in alike else None
 
 
 def _without_table(weight: GroupedWeight) -> GroupedWeight:
@@ -153,26 +152,33 @@ def _with_zero(weight: GroupedWeight, zero: int) -> GroupedWeight:
     return replace(weight, groups=weight.groups._replace(bits=8, zero=zero), numbers=numbers)
 
 
-def _with_least(weight: GroupedWeight) -> GroupedWeight:
-    """The weight in groups of 16 with what is taken off, in place of a zero."""
+def _with_least(weight: GroupedWeight, size: int, length: int) -> GroupedWeight | None:
+    """The weight in groups of `size` with scales for `length` input features, and with what is taken off in place of a
+    zero; None if that is beyond float16, or a number beyond eight bits."""
     form, factors, numbers = weight.groups, weight.factors, weight.numbers
     least, least_factors = weight.least, weight.least_factors
     assert factors is not None, "only scales that are products have a common form"
     if least is None or least_factors is None:
-        # What is taken off has factors without a sign, so all groups get a negative factor: an int8 holds -128, which
-        # Q6_K has in every block, and not 128. Groups with a positive one count from the other end.
-        positive = factors.repeat_interleave(form.size, 1) > 0
-        numbers = torch.where(positive, 2 * form.zero - numbers, numbers)
-        sizes = factors.to(torch.int16).abs()
-        factors = -sizes
-        least, least_factors = -weight.scales * form.zero, sizes.to(torch.uint8)
-    times = form.size // 16
+        # Zeros are powers of two, so that this product is exact wherever it is finite.
+        least, least_factors = weight.scales * form.zero, factors.abs().view(torch.uint8)
+        if not bool(least.isfinite().all()):
+            return None
+        if bool((factors < 0).any()):
+            # What is taken off has factors without a sign, so all groups get a negative factor: an int8 holds -128,
+            # which Q6_K has in every block, and not 128. Groups with a positive one count from the other end.
+            positive = factors.repeat_interleave(form.size, 1) > 0
+            counted = torch.where(positive, 2 * form.zero - numbers.to(torch.int16), numbers)
+            if bool((counted > 255).any()):
+                return None
+            numbers = counted.to(torch.uint8)
+            least, factors = -least, -factors.to(torch.int16).abs()
+    times, lengths = form.size // size, form.super // length
     return GroupedWeight(
-        groups=Groups(8, 16, form.super, 0, has_least=True),
+        groups=Groups(8, size, length, 0, has_least=True),
         numbers=numbers,
-        scales=weight.scales,
+        scales=weight.scales.repeat_interleave(lengths, 1),
         factors=factors.to(torch.int8).repeat_interleave(times, 1),
-        least=least,
+        least=least.repeat_interleave(lengths, 1),
         least_factors=least_factors.repeat_interleave(times, 1),
     )
 

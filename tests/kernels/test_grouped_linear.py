@@ -57,8 +57,11 @@ def made(out_features: int, in_features: int, form: Groups) -> GroupedWeight:
         numbers = (torch.randn(out_features, in_features) * 20).to(torch.float8_e4m3fn).view(torch.uint8)
         return GroupedWeight(groups=form, numbers=numbers, scales=torch.rand(out_features, num_scales) * 0.01)
     signs = 1 if form.has_least else torch.randint(0, 2, (out_features, num_groups)) * 2 - 1
-    # Files with a table have factors of six bits, whose products with its values are exact in float32.
-    factors = torch.randint(1, 33 if form.values else 64, (out_features, num_groups)) * signs
+    # As in files, where products with values or numbers of eight bits are exact in float32.
+    most = 32 if form.values else 63
+    factors = torch.randint(1, most + 1, (out_features, num_groups)) * signs
+    if form.zero == 128:
+        factors = torch.ones(out_features, num_groups)
     if not form.has_least and form.super > form.size and not form.values:
         # As in files: the group with the largest scale has the number whose opposite an int8 does not hold.
         factors[:, :: form.super // form.size] = -128
@@ -120,6 +123,10 @@ def test_bits_of_a_row_do_not_depend_on_the_rows(form: Groups) -> None:
         ("a table, a scale", "eight bits"),
         ("a table, factors", "six bits, small groups"),
         ("four bits, factors", "a table, factors"),
+        ("four bits, a least value", "eight bits"),
+        ("a table, a scale", "four bits, factors"),
+        ("a table, a scale", "six bits, small groups"),
+        ("four bits, long groups", "eight bits"),
     ],
 )
 def test_weights_of_two_forms_are_one_product(names: tuple[str, str]) -> None:
@@ -133,11 +140,22 @@ def test_weights_of_two_forms_are_one_product(names: tuple[str, str]) -> None:
 
 
 def test_some_forms_have_none_in_common() -> None:
-    for others in ("four bits, a least value", "a table, exponents", "floats, long groups"):
+    for others in ("a table, exponents", "floats, long groups"):
         weights = [made(64, 256, FORMS[name]) for name in (others, "eight bits")]
         assert in_one_form(weights) is None
     with pytest.raises(ValueError, match="one form"):
         stacked(weights)
+    # Half of the range is taken off where the other has what is taken off, which float16 does not hold here.
+    weights = [made(64, 256, FORMS[name]) for name in ("four bits, a least value", "eight bits")]
+    assert in_one_form(weights) is not None
+    weights[1].scales[3, 2] = 600
+    assert in_one_form(weights) is None
+    # A number of 0 and a negative scale: counted from the other end it is 256.
+    weights = [made(64, 256, FORMS[name]) for name in ("four bits, a least value", "eight bits")]
+    assert weights[1].factors is not None
+    weights[1].factors[3, 2] = -1
+    weights[1].numbers[4] = 0
+    assert in_one_form(weights) is None
 
 
 @pytest.mark.parametrize("form", [FORMS[name] for name in EXACT], ids=EXACT)

@@ -23,7 +23,7 @@ from tests.model.test_exactness import prompt
 from tests.model.test_gguf_experts import save_model, write_gguf
 from tests.skips import NO_PRODUCT
 
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,), "MXFP4": ()}
 """Bytes of the blocks at which a float16 begins, where it is not only the first."""
 
 
@@ -32,6 +32,8 @@ def random_blocks(kind: str, rows: int, blocks: int) -> np.ndarray:
     generator = np.random.default_rng(1)
     size = KINDS[kind].num_bytes
     data = generator.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
+    if kind == "MXFP4":  # exponents whose products are finite
+        data[:, :, 0] %= 240
     for first in HALVES.get(kind, (0,)):
         scales = generator.normal(0, 0.01, (rows, blocks, 1)).astype(np.float16)
         data[:, :, first : first + 2] = scales.view(np.uint8)
