@@ -23,6 +23,7 @@ FLAGS: Mapping[str, str] = {
     "--quantization": "model.quantization",
     "--served-model-name": "model.name",
     "--kv-cache-gib": "cache.pool_gib",
+    "--kv-cache-dtype": "cache.dtype",
     "--max-num-seqs": "workers.*.max_requests",
     "--token-budget": "workers.*.token_budget",
     "--workers": "workers.*.replicas",

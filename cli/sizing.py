@@ -72,7 +72,7 @@ def size_up(config: Config, model: ModelConfig, machine: Machine) -> Sizes:
         )
     if config.model.adapters:
         model.check_takes_adapters()
-    block_bytes = kv_block_bytes(model, config.cache.block_size, config.model.dtype)
+    block_bytes = kv_block_bytes(model, config.cache.block_size, config.kv_dtype)
     rooms = {role: _room_gib(config, section, model, machine) for role, section in config.workers.sections.items()}
     weights_gib = max(_weights_gib(config, section, model, machine) for section in config.workers.sections.values())
     on_cpu = [role for role, section in config.workers.sections.items() if not runs_on_gpu(config, section, machine)]
@@ -123,7 +123,7 @@ def described(config: Config, sizes: Sizes, model: ModelConfig, machine: Machine
         given = config.cache.num_blocks is not None or config.cache.pool_gib is not None
         pool = "a KV pool as configured" if given else "a KV pool of what is free on the GPU"
     else:
-        block_bytes = kv_block_bytes(model, config.cache.block_size, config.model.dtype)
+        block_bytes = kv_block_bytes(model, config.cache.block_size, config.kv_dtype)
         tokens = _tokens(_kv_gib(config, model, sizes.pool_gib), block_bytes, config.cache.block_size)
         states = _num_states(config, model, sizes.pool_gib)
         holds = f"{tokens:,} tokens" + (f", {states} recurrent states" if states else "")
@@ -138,7 +138,7 @@ def described(config: Config, sizes: Sizes, model: ModelConfig, machine: Machine
 def runs_on_gpu(config: Config, section: WorkerSection, machine: Machine) -> bool:
     """True if the workers of a section will compute on a GPU."""
     if section.device == "auto":
-        return bool(machine.large_gpus_gib) and config.model.quantization is None
+        return bool(machine.large_gpus_gib) and config.model.quantization is None and config.cache.kv_dtype is None
     return section.device == "cuda"
 
 
@@ -186,7 +186,7 @@ def _refusal(
 ) -> str:
     """Say what does not fit, and what would."""
     block_size = config.cache.block_size
-    kv_needed = -(-least // block_size) * kv_block_bytes(model, block_size, config.model.dtype)
+    kv_needed = -(-least // block_size) * kv_block_bytes(model, block_size, config.kv_dtype)
     needed_gib = pool_bytes_for(model, kv_needed) / GIB
     if config.cache.num_blocks is not None or config.cache.pool_gib is not None:
         return (
@@ -212,7 +212,7 @@ def _ways_out(config: Config, model: ModelConfig, machine: Machine, most_len: in
         ways.append(f"model.max_model_len of at most {most_len} fits")
     on_cpus = all(not runs_on_gpu(config, section, machine) for section in config.workers.sections.values())
     if config.model.quantization is None and on_cpus:
-        block_bytes = kv_block_bytes(model, config.cache.block_size, config.model.dtype)
+        block_bytes = kv_block_bytes(model, config.cache.block_size, config.kv_dtype)
         for quantization in ("int8",) if model.stored_bits is None else ("stored", "int8"):
             less = config.model_copy(update={"model": config.model.model_copy(update={"quantization": quantization})})
             room = min(_room_gib(less, section, model, machine) for section in less.workers.sections.values())

@@ -17,7 +17,7 @@ from pydantic import (
 from raydix.configs.pools import WorkersSection
 from raydix.configs.section import Effect, Section
 from raydix.engine.core.eviction.policies import EvictionPolicy
-from raydix.engine.core.settings import Quantization
+from raydix.engine.core.settings import KVDtype, Quantization
 from raydix.engine.core.types import DraftSource
 
 
@@ -133,6 +133,11 @@ class CacheSection(Section):
     block_size: Annotated[int, Effect.EVERYTHING] = Field(
         default=16, ge=8, le=128, description="Token positions per KV block."
     )
+    dtype: Annotated[Literal["auto", "int8"], Effect.EVERYTHING] = Field(
+        default="auto",
+        description="What keys and values are kept in. auto: the model's dtype. int8: 8 bits, with a factor for each "
+        "token and head, on CPUs; a pool holds almost twice as many tokens, and answers are a little different ones.",
+    )
     num_blocks: Annotated[int | None, Effect.WORKERS] = Field(
         default=None, ge=2, description="Blocks of a worker's pool; by default as many as pool_gib holds."
     )
@@ -198,6 +203,11 @@ class CacheSection(Section):
         default=(),
         description="System messages that are no secret: all tenants share the KV of their tokens, in whole blocks.",
     )
+
+    @property
+    def kv_dtype(self) -> KVDtype | None:
+        """What keys and values are kept in, where it is not the model's dtype."""
+        return None if self.dtype == "auto" else self.dtype
 
     @model_validator(mode="after")
     def _keeps_what_is_to_be_kept(self) -> Self:
@@ -555,10 +565,17 @@ class Config(Section):
         num_workers = sum(section.numbers.most for section in self.workers.sections.values())
         return self.cache.segment_gib + num_workers * self.cache.swap_gib
 
+    @property
+    def kv_dtype(self) -> str:
+        """What keys and values are kept in."""
+        return self.cache.kv_dtype or self.model.dtype
+
     @model_validator(mode="after")
     def _quantized_on_cpus(self) -> Self:
         if self.model.quantization and any(section.device == "cuda" for section in self.workers.sections.values()):
             raise ValueError(f"model.quantization {self.model.quantization} is for CPUs, and a worker's device is cuda")
+        if self.cache.kv_dtype and any(section.device == "cuda" for section in self.workers.sections.values()):
+            raise ValueError(f"cache.dtype {self.cache.kv_dtype} is for CPUs, and a worker's device is cuda")
         return self
 
     @model_validator(mode="after")

@@ -43,6 +43,7 @@ def settings_of(arguments: WorkerArguments, live: WorkerLive) -> EngineSettings:
         source=model.source,
         dtype=model.dtype,
         quantization=model.quantization,
+        kv_dtype=cache.kv_dtype,
         device=arguments.worker.device,
         max_model_len=model.max_model_len,
         deterministic=model.deterministic,

@@ -201,6 +201,7 @@ def identity_of(config: Config) -> ModelIdentity:
         block_size=config.cache.block_size,
         max_model_len=model.max_model_len,
         quantization=model.quantization,
+        kv_dtype=config.cache.kv_dtype,
         deterministic=model.deterministic,
     )
 

@@ -10,6 +10,7 @@ from raydix.engine.core.types import DraftSource
 GIB = 1 << 30  # bytes
 
 Quantization: TypeAlias = Literal["int8", "stored"]
+KVDtype: TypeAlias = Literal["int8"]
 """Weights of matrix products: rounded to int8 with a float32 scale for each output channel, or in the 4 to 8 bits in
 which their files store them."""
 
@@ -44,7 +45,7 @@ class EngineSettings:
     source: str
     dtype: str
     device: str
-    """`cpu`, `cuda`, or `auto`: a GPU if there is one and the weights are not quantised."""
+    """`cpu`, `cuda`, or `auto`: a GPU if there is one, and neither the weights nor keys and values are quantised."""
     max_model_len: int | None
     block_size: int
     num_blocks: int | None
@@ -62,6 +63,8 @@ class EngineSettings:
     deterministic: bool = True
     """True for the same bits on a GPU whatever the batch, as a CPU gives in bfloat16 anyway."""
     quantization: Quantization | None = None
+    kv_dtype: KVDtype | None = None
+    """None: keys and values are kept in `dtype`."""
     device_share: float = 1.0
     """Share of the device's memory that this engine may use, where several engines share a GPU."""
     drafts: DraftLimits | None = None

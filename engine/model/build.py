@@ -61,6 +61,8 @@ def build_engine(
     identity = _identity(settings)
     config, max_model_len = identity.config, identity.max_model_len
     dtype, device = torch_dtype(settings.dtype), torch.device(_device(settings))
+    if settings.kv_dtype is not None and device.type == "cuda":
+        raise StartupError(f"cache.dtype {settings.kv_dtype} is for CPUs, and this worker computes on a GPU")
     if settings.adapters:  # before the weights, which may take minutes
         config.check_takes_adapters()
     grammars = drafter = decoder = adapters = None
@@ -85,7 +87,8 @@ def build_engine(
 
     # The weights first: the pool has what they leave.
     num_blocks, num_slots = pool_sizes(config, settings, lambda: _free_bytes(decoder, settings, identity))
-    kv_pool = make_pool(config, num_blocks, settings.block_size, dtype, device)
+    kv_dtype = torch_dtype(settings.kv_dtype or settings.dtype)
+    kv_pool = make_pool(config, num_blocks, settings.block_size, kv_dtype, device)
     runner: Runner = NullRunner(config.hidden_size)
     made_by = "null"
     states: States | None = None
@@ -146,6 +149,7 @@ def _identity(settings: EngineSettings) -> ModelIdentity:
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
         quantization=settings.quantization,
+        kv_dtype=settings.kv_dtype,
         deterministic=settings.deterministic,
     )
 
@@ -188,7 +192,7 @@ def pool_sizes(config: ModelConfig, settings: EngineSettings, free_bytes: Callab
         StartupError: one request of the greatest length would not fit.
     """
     block_bytes, max_requests = (
-        kv_block_bytes(config, settings.block_size, settings.dtype),
+        kv_block_bytes(config, settings.block_size, settings.kv_dtype or settings.dtype),
         settings.limits.max_requests,
     )
     num_blocks = settings.num_blocks
@@ -243,8 +247,9 @@ def arithmetic_of(device: torch.device) -> str:
 
 
 def _device(settings: EngineSettings) -> str:
-    if settings.device == "auto":  # quantised products are fast on CPUs only
-        return "cuda" if torch.cuda.is_available() and settings.quantization is None else "cpu"
+    if settings.device == "auto":  # what is quantised is computed on CPUs only
+        is_quantized = settings.quantization is not None or settings.kv_dtype is not None
+        return "cuda" if torch.cuda.is_available() and not is_quantized else "cpu"
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise StartupError("workers.*.device is cuda, but torch sees no GPU here")
     return settings.device

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from raydix.engine.core.errors import StartupError
-from raydix.engine.core.settings import Quantization
+from raydix.engine.core.settings import KVDtype, Quantization
 from raydix.engine.model.config import ModelConfig, read_json
 from raydix.engine.model.families import read_config
 from raydix.engine.model.sources import SCRIPTED, computes_nothing, resolve_model
@@ -44,6 +44,7 @@ def identify(
     block_size: int,
     max_model_len: int | None = None,
     quantization: Quantization | None = None,
+    kv_dtype: KVDtype | None = None,
     deterministic: bool = True,
 ) -> ModelIdentity:
     """Identify the model named by `source` (`resolve_model`).
@@ -64,6 +65,8 @@ def identify(
     made_by = "" if computes_nothing(source) else products
     of_model = fingerprint(folder, dtype, has_weights=not source.startswith(SCRIPTED))
     max_len = model_len(config, max_model_len)
+    if kv_dtype is not None:
+        made_by += f"-kv-{kv_dtype}"
     if any(rope is not None and rope.is_long(max_len) for rope in config.rope_of_layer):
         made_by += "-longrope"
     return ModelIdentity(

@@ -17,6 +17,7 @@ from raydix.engine.model.config import ModelConfig
 from raydix.kernels.cpp import prefer_huge_pages
 from raydix.kernels.kv_pack import kv_pack
 from raydix.kernels.kv_unpack import kv_unpack
+from raydix.kernels.narrow_kv import FACTOR_BYTES
 
 ByteArray: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -28,7 +29,8 @@ class KVPool:
 
     The tensor is block-major, [num_blocks, num_attention_layers, 2, num_kv_heads, block_size, head_dim]: a block is one
     contiguous run of `block_bytes` bytes, so exporting and importing blocks are plain copies, whatever the model. Of a
-    model whose layers have different heads it is [num_blocks, numbers], the layers of a block one after the other.
+    model whose layers have different heads it is [num_blocks, numbers], the layers of a block one after the other. In
+    int8 a head's row has its numbers and its factor (`raydix.kernels.narrow_kv`) in the place of head_dim numbers.
     """
 
     def __init__(
@@ -40,7 +42,8 @@ class KVPool:
         device: torch.device | str = "cpu",
     ) -> None:
         heads = [config.kv_heads(index) for index in config.attention_layers]
-        shapes = [(2, each.num, block_size, each.dim) for each in heads]
+        behind = FACTOR_BYTES if dtype == torch.int8 else 0
+        shapes = [(2, each.num, block_size, each.dim + behind) for each in heads]
         is_uniform = len(set(heads)) == 1
         shape = (num_blocks, len(shapes), *shapes[0]) if is_uniform else (num_blocks, sum(map(math.prod, shapes)))
         self.num_blocks = num_blocks

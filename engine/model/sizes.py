@@ -24,6 +24,7 @@ SHARED = "mlp.shared_expert"  # name below a layer of the expert that every toke
 STATE_SHARE = 0.5  # share of a pool's memory that recurrent states may take
 MOST_SNAPSHOTS = 256  # recurrent states beside those of running requests, at most
 MXFP4_COLUMNS = 32  # columns of one block
+FACTOR_BYTES = 4  # behind the numbers of each row of keys or values in 8 bits (`raydix.kernels.narrow_kv`)
 _EMBEDDING = "model.embed_tokens.weight"
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"  # of every layer, one beside the other
 _MAX_NAMED = 4
@@ -281,8 +282,10 @@ def step_bytes(config: ModelConfig, token_budget: int, max_requests: int) -> int
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
-    """Bytes of one block: keys and values of all layers that keep them."""
+    """Bytes of one block: keys and values of all layers that keep them, in the model's dtype or another one for KV."""
     heads = [config.kv_heads(layer) for layer in config.attention_layers]
+    if dtype == "int8":
+        return 2 * sum(each.num * (each.dim + FACTOR_BYTES) for each in heads) * block_size
     return 2 * sum(each.num * each.dim for each in heads) * block_size * DTYPE_BYTES[dtype]
 
 

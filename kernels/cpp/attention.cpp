@@ -15,6 +15,7 @@
 #include <cstring>
 #include <vector>
 
+#include "narrow.h"
 #include "ops.h"
 #include "vec.h"
 
@@ -326,9 +327,10 @@ E* scratch(std::vector<E>& buffer, size_t count) {
 }
 
 // Where sixteen keys and their values lie for the first head of a task, and how far it is from one head to the next.
-template <class T>
+// `S`: what the caches have.
+template <class S>
 struct Rows {
-  const T *keys[LANES], *values[LANES];
+  const S *keys[LANES], *values[LANES];
   int64_t step[LANES];
 
   void next_head() {
@@ -354,19 +356,19 @@ struct Span {
 };
 
 // Sixteen keys from `first` on; those that do not count are zeros.
-template <class T>
-Rows<T> locate(const Attention& a, const Task& task, const Span& span, int64_t first) {
-  static const T zeros[MOST_HEAD_DIM] = {};
-  Rows<T> rows;
+template <class S>
+Rows<S> locate(const Attention& a, const Task& task, const Span& span, int64_t first) {
+  static const S zeros[MOST_HEAD_DIM + FACTOR_BYTES] = {};
+  Rows<S> rows;
   const int32_t* table = a.block_tables + task.queries[0].sequence * a.table_stride;
   int64_t index = first / a.block_size, offset = first % a.block_size;
-  const int64_t head_size = a.block_size * a.head_dim;
+  const int64_t head_size = a.block_size * a.row_size;
   for (int64_t i = 0; i < LANES; ++i, ++offset) {
     if (offset == a.block_size) offset = 0, ++index;
     const bool counts = first + i >= span.begin && first + i < span.end;
-    const int64_t block = counts ? table[index] : 0, inner = task.head * head_size + offset * a.head_dim;
-    rows.keys[i] = counts ? (const T*)a.key_cache + block * a.key_stride + inner : zeros;
-    rows.values[i] = counts ? (const T*)a.value_cache + block * a.value_stride + inner : zeros;
+    const int64_t block = counts ? table[index] : 0, inner = task.head * head_size + offset * a.row_size;
+    rows.keys[i] = counts ? (const S*)a.key_cache + block * a.key_stride + inner : zeros;
+    rows.values[i] = counts ? (const S*)a.value_cache + block * a.value_stride + inner : zeros;
     rows.step[i] = counts ? head_size : 0;
   }
   return rows;
@@ -379,7 +381,7 @@ int64_t rows_of(const Task& task, int64_t group) {
   return rows;
 }
 
-template <class Engine>
+template <class Engine, class S>
 class Worker {
   using T = typename Engine::Element;
   using W = typename Engine::Weight;
@@ -391,10 +393,11 @@ class Worker {
     heads = task.head_end - task.head;
     rows = rows_of(task, group);
     const size_t packed = Engine::packed_bytes(a.head_dim) / sizeof(float) * size_t(heads);
-    const size_t block = size_t(ROWS * TILE), all_rows = size_t(heads * rows);
-    float* at = scratch(memory, 2 * packed + 2 * block + all_rows * size_t(a.head_dim + 2) + 4 * size_t(rows));
+    const size_t block = size_t(ROWS * TILE), all_rows = size_t(heads * rows), sixteen = size_t(LANES * a.head_dim);
+    float* at = scratch(memory, 2 * packed + sixteen + 2 * block + all_rows * size_t(a.head_dim + 2) + 4 * size_t(rows));
     keys = at, at += packed;
     packed_values = at, at += packed;
+    wide = (T*)at, at += sixteen;
     scores = at, at += block;
     weights = (W*)at, at += block;
     values = at, at += all_rows * size_t(a.head_dim);
@@ -432,6 +435,7 @@ class Worker {
   int64_t group, heads, rows;  // rows per KV head
   int64_t *tokens, *positions;  // of each row of a head
   void *keys, *packed_values;
+  T* wide;  // sixteen rows of caches in 8 bits
   float *scores, *values;
   W* weights;
   State* states;
@@ -451,10 +455,10 @@ class Worker {
   }
 
   // Keys that are packed AHEAD of those from `first` on: of this task, or of the next one of this thread.
-  Rows<T> locate_ahead(int64_t first) const {
+  Rows<S> locate_ahead(int64_t first) const {
     const int64_t key = first + AHEAD, stop = (std::min(span.end, task.tile_end * TILE) + LANES - 1) / LANES * LANES;
-    if (key < stop || !next) return locate<T>(a, task, span, key);
-    return locate<T>(a, *next, Span(a, *next), next->tile * TILE + key - stop);
+    if (key < stop || !next) return locate<S>(a, task, span, key);
+    return locate<S>(a, *next, Span(a, *next), next->tile * TILE + key - stop);
   }
 
   void pack(int64_t tile) {
@@ -462,12 +466,32 @@ class Worker {
     const int64_t vectors = vectors_for(rows - 1, tile);
     for (int64_t v = 0; v < vectors; ++v) {
       const int64_t first = tile * TILE + v * LANES;
-      Rows<T> now = locate<T>(a, task, span, first), soon = locate_ahead(first);
+      Rows<S> now = locate<S>(a, task, span, first), soon = locate_ahead(first);
       for (int64_t h = 0; h < heads; ++h) {
-        Engine::pack_keys(now.keys, soon.keys, v * LANES, a.head_dim, (char*)keys + h * size);
-        Engine::pack_values(now.values, soon.values, v * LANES, a.head_dim, (char*)packed_values + h * size);
+        as_wide(now.keys, soon.keys, [&](const T* const* rows, const T* const* soon) {
+          Engine::pack_keys(rows, soon, v * LANES, a.head_dim, (char*)keys + h * size);
+        });
+        as_wide(now.values, soon.values, [&](const T* const* rows, const T* const* soon) {
+          Engine::pack_values(rows, soon, v * LANES, a.head_dim, (char*)packed_values + h * size);
+        });
         now.next_head(), soon.next_head();
       }
+    }
+  }
+
+  // Calls `take` with sixteen rows in the engine's own type, and those that it is to ask memory for.
+  template <class Take>
+  void as_wide(const S* const* rows, const S* const* soon, Take take) const {
+    if constexpr (std::is_same_v<S, T>) {
+      take(rows, soon);
+    } else {
+      const T* widened[LANES];
+      for (int i = 0; i < LANES; ++i) {
+        for (int64_t d = 0; d < a.row_size; d += 64) __builtin_prefetch(soon[i] + d);
+        widen_row(rows[i], wide + i * a.head_dim, a.head_dim);
+        widened[i] = wide + i * a.head_dim;
+      }
+      take(widened, widened);
     }
   }
 
@@ -666,17 +690,23 @@ std::vector<Task> whole_tasks(const Attention& a, int64_t packed_bytes, const st
   return tasks;
 }
 
-template <class Engine>
-void attend(const Attention& a, const AttentionPlan& plan, Crew& crew) {
+template <class Engine, class S>
+void attend_to(const Attention& a, const AttentionPlan& plan, Crew& crew) {
   auto run = [&](const std::vector<Task>& tasks) {
     const int64_t count = int64_t(tasks.size());
     crew.share(count, [&](int64_t i) {
       const bool more = i + crew.threads < count;  // most likely the next one of this thread
-      Worker<Engine>(a, tasks[size_t(i)], more ? &tasks[size_t(i + crew.threads)] : nullptr).run();
+      Worker<Engine, S>(a, tasks[size_t(i)], more ? &tasks[size_t(i + crew.threads)] : nullptr).run();
     });
   };
   if (!plan.pieces.empty()) run(plan.pieces);
   run(plan.tasks);
+}
+
+template <class Engine>
+void attend(const Attention& a, const AttentionPlan& plan, Crew& crew) {
+  if (a.is_narrow) return attend_to<Engine, int8_t>(a, plan, crew);
+  attend_to<Engine, typename Engine::Element>(a, plan, crew);
 }
 
 int64_t packed_bytes([[maybe_unused]] DType dtype, int64_t head_dim) {

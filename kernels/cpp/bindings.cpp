@@ -105,6 +105,20 @@ PyObject* pair(const Tensor& a, const Tensor& b) {
   return result;
 }
 
+// Whether keys and values [..., head_dim] are kept in 8 bits, see narrow.h, beside computation in the type of `other`.
+bool is_narrow(const Tensor& cache, const Tensor& other) {
+  if (cache.scalar_type() == at::kChar) return true;
+  same_type(other, cache);
+  return false;
+}
+
+// Elements of a row of the cache, of which `head_dim` are returned as the dimension of a head.
+int64_t head_dim_of(int64_t row_size, bool is_narrow) {
+  const int64_t dim = is_narrow ? row_size - raydix::FACTOR_BYTES : row_size;
+  check(dim > 0 && dim % 16 == 0 && dim <= 1024, "head_dim must be a multiple of 16, and at most 1024");
+  return dim;
+}
+
 // Takes what says where the sequences and their KV are; gives the number of query-key pairs, about.
 int64_t set_sequences(raydix::Attention& a, const Tensor& tables, const Tensor& starts, const Tensor& lens,
                       int64_t num_tokens) {
@@ -145,14 +159,14 @@ PyObject* paged_attention(PyObject* const* args) {
   const Tensor &tables = tensor(args[3]), &starts = tensor(args[4]), &lens = tensor(args[5]);
   check(q.dim() == 3 && q.is_contiguous(), "query must be contiguous [num_tokens, num_heads, head_dim]");
   check(k.dim() == 4 && v.sizes() == k.sizes(), "caches must be [num_blocks, num_kv_heads, block_size, head_dim]");
-  same_type(q, k), same_type(q, v);
+  same_type(k, v);
   raydix::Attention a{};
+  a.is_narrow = is_narrow(k, q), a.row_size = k.size(3);
   a.num_heads = q.size(1), a.head_dim = q.size(2), a.num_kv_heads = k.size(1), a.block_size = k.size(2);
-  check(k.size(3) == a.head_dim && a.head_dim % 16 == 0 && a.head_dim <= 1024,
-        "head_dim must be the caches', a multiple of 16, and at most 1024");
+  check(head_dim_of(a.row_size, a.is_narrow) == a.head_dim, "head_dim must be the caches'");
   check(a.num_kv_heads > 0 && a.num_heads % a.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads");
   for (const Tensor* cache : {&k, &v})
-    check(cache->stride(3) == 1 && cache->stride(2) == a.head_dim && cache->stride(1) == a.block_size * a.head_dim,
+    check(cache->stride(3) == 1 && cache->stride(2) == a.row_size && cache->stride(1) == a.block_size * a.row_size,
           "the last three dims of a cache must be contiguous");
   const int64_t total = set_sequences(a, tables, starts, lens, q.size(0));
   a.scale = number(args[6]);
@@ -198,14 +212,14 @@ PyObject* rotary_kv_store(PyObject* const* args) {
   const Tensor &qkv = tensor(args[0]), &k = tensor(args[3]), &v = tensor(args[4]), &cos_sin = tensor(args[2]);
   check(qkv.dim() == 2 && qkv.stride(1) == 1, "qkv must be [num_tokens, width] with contiguous rows");
   check(k.dim() == 4 && v.sizes() == k.sizes(), "caches must be [num_blocks, num_kv_heads, block_size, head_dim]");
-  same_type(qkv, k), same_type(qkv, v);
+  same_type(k, v);
   raydix::RotaryStore a{};
+  a.is_narrow = is_narrow(k, qkv), a.row_size = k.size(3);
   a.num_tokens = qkv.size(0), a.num_heads = integer(args[6]), a.qkv_stride = qkv.stride(0);
-  a.num_kv_heads = k.size(1), a.block_size = k.size(2), a.head_dim = k.size(3);
-  check(a.head_dim % 16 == 0 && a.head_dim <= 1024, "head_dim must be a multiple of 16 and at most 1024");
+  a.num_kv_heads = k.size(1), a.block_size = k.size(2), a.head_dim = head_dim_of(a.row_size, a.is_narrow);
   check(qkv.size(1) == (a.num_heads + 2 * a.num_kv_heads) * a.head_dim, "qkv is not as wide as its heads");
   for (const Tensor* cache : {&k, &v})
-    check(cache->stride(3) == 1 && cache->stride(2) == a.head_dim && cache->stride(1) == a.block_size * a.head_dim,
+    check(cache->stride(3) == 1 && cache->stride(2) == a.row_size && cache->stride(1) == a.block_size * a.row_size,
           "the last three dims of a cache must be contiguous");
   check(cos_sin.dim() == 2 && cos_sin.size(1) == a.head_dim, "cos_sin must be [max_position, head_dim]");
   a.cos_sin = data<float>(cos_sin, at::kFloat, cos_sin.numel(), "cos_sin must be contiguous float32");
@@ -643,14 +657,15 @@ PyObject* forward(PyObject* const* args) {
   auto* decoder = (Decoder*)PyCapsule_GetPointer(args[0], "raydix.decoder");
   check_type(decoder != nullptr, "expected a decoder");
   const Tensor &embedded = tensor(args[1]), &pool = tensor(args[2]), &rows = tensor(args[8]);
-  check_type(embedded.scalar_type() == at::kBFloat16 && pool.scalar_type() == at::kBFloat16, "expected bfloat16");
+  check_type(embedded.scalar_type() == at::kBFloat16, "expected bfloat16");
+  const bool narrow = is_narrow(pool, embedded);
   check(pool.dim() == 6 && pool.is_contiguous() && pool.size(1) == int64_t(decoder->layers.size()),
         "the pool must be [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]");
   check(embedded.dim() == 2 && embedded.is_contiguous() && embedded.size(1) == decoder->layers.at(0).qkv.in_features,
         "embedded must be [num_tokens, hidden]");
   const int64_t tokens = embedded.size(0), hidden = embedded.size(1), heads = decoder->num_heads;
-  const int64_t kv_heads = pool.size(3), block_size = pool.size(4), dim = pool.size(5);
-  check(dim % 16 == 0 && dim <= 1024 && heads % kv_heads == 0, "unknown shape of heads");
+  const int64_t kv_heads = pool.size(3), block_size = pool.size(4), dim = head_dim_of(pool.size(5), narrow);
+  check(heads % kv_heads == 0, "unknown shape of heads");
   int64_t wide = 0;
   for (const raydix::Layer& layer : decoder->layers) {
     check(layer.qkv.out_features == (heads + 2 * kv_heads) * dim, "the pool is not as wide as the decoder's heads");
@@ -659,6 +674,7 @@ PyObject* forward(PyObject* const* args) {
   }
   raydix::Forward a{decoder->layers, decoder->first_norm};
   raydix::RotaryStore& r = a.rotary;
+  r.is_narrow = a.attention.is_narrow = narrow, r.row_size = a.attention.row_size = pool.size(5);
   r.num_tokens = tokens, r.num_heads = heads, r.num_kv_heads = kv_heads, r.head_dim = dim, r.block_size = block_size;
   r.qkv_stride = (heads + 2 * kv_heads) * dim, r.key_stride = r.value_stride = pool.stride(0), r.eps = decoder->eps;
   set_positions(r, tensor(args[3]), tensor(args[4]), pool.size(0) * block_size, decoder->max_position);
@@ -688,7 +704,8 @@ PyObject* forward(PyObject* const* args) {
   ExpertMemory memory(decoder->experts, decoder->layers.size(), tokens);
   a.expert_buffers = &memory.buffers;
   const Tensor out = at::empty({a.num_out, hidden}, embedded.options());
-  a.pool = pool.data_ptr(), a.out = out.data_ptr(), a.layer_stride = pool.stride(1), a.hidden = hidden;
+  a.pool = pool.data_ptr(), a.out = out.data_ptr(), a.layer_stride = pool.stride(1) * int64_t(pool.element_size());
+  a.hidden = hidden;
   a.eps = decoder->eps, a.activation = decoder->activation;
   release(true, [&] { raydix::together(threads, [&](raydix::Crew& crew) { raydix::forward(a, crew); }); });
   return THPVariable_Wrap(out);

@@ -37,7 +37,7 @@ struct Pass {
       product(b.x, layer.qkv, b.wide, rows, &layer.output);
       RotaryStore rotary = a.rotary;
       rotary.qkv = b.wide, rotary.query = b.query, rotary.cos_sin = layer.cos_sin;
-      rotary.key_cache = (bf16*)a.pool + at, rotary.value_cache = (bf16*)a.pool + at + a.layer_stride / 2;
+      rotary.key_cache = (char*)a.pool + at, rotary.value_cache = (char*)a.pool + at + a.layer_stride / 2;
       rotary.q_norm = layer.q_norm, rotary.k_norm = layer.k_norm;
       rotary_kv_store(rotary, DType::bf16, true, crew);
       if (last && a.num_out == 0) return;

@@ -14,8 +14,11 @@ enum class DType { f32, bf16, fp16 };
 // In the order of `KINDS` in raydix/kernels/silu_and_mul.
 enum class Activation { silu, gelu_tanh, clamped_swiglu, sigmoid };
 
+constexpr int64_t FACTOR_BYTES = 4;  // behind the numbers of a row of keys or values in 8 bits, see narrow.h
+
 struct Attention {
   const void *query, *key_cache, *value_cache;  // query rows are contiguous
+  bool is_narrow;               // the caches are in 8 bits, see narrow.h
   void* out;
   float* lse;                   // null if not wanted
   const float* sinks;           // null: none; of each head the score of a key whose value is zero
@@ -23,6 +26,7 @@ struct Attention {
   const int32_t* query_start;   // [num_sequences + 1]
   const int32_t* context_lens;  // [num_sequences]
   int64_t num_sequences, num_heads, num_kv_heads, head_dim, block_size;
+  int64_t row_size;                                // elements of a head's row in the caches
   int64_t table_stride, key_stride, value_stride;  // the latter from block to block
   float scale, soft_cap;                           // soft_cap 0: none
   int64_t sliding_window;                          // 0: none
@@ -60,9 +64,11 @@ struct RotaryStore {
   const int64_t *positions, *slot_mapping;
   const float* cos_sin;
   void *query, *key_cache, *value_cache;
+  bool is_narrow;  // the caches are in 8 bits, see narrow.h
   const void *q_norm, *k_norm;  // null if not wanted
   float eps;
   int64_t num_tokens, num_heads, num_kv_heads, head_dim, block_size, qkv_stride, key_stride, value_stride;
+  int64_t row_size;  // elements of a head's row in the caches
 };
 
 // The states of a batch's sequences, see raydix/kernels/states.py.
@@ -226,7 +232,7 @@ struct Forward {
   const int64_t* out_rows;
   int64_t num_out, hidden;
   void *pool, *out;
-  int64_t layer_stride;  // elements from one layer of a block to the next: keys, then values
+  int64_t layer_stride;  // bytes from one layer of a block to the next: keys, then values
   float eps;
   Activation activation;
 };

@@ -2,6 +2,7 @@
 // One thread handles whole tokens: every head of a token is (x1 c - x2 s, x2 c + x1 s) on its two halves.
 #include <cmath>
 
+#include "narrow.h"
 #include "ops.h"
 #include "vec.h"
 
@@ -42,26 +43,36 @@ void rotate_head(const float* head, const float* cos_sin, T* to, int64_t head_di
 
 template <class T, class W>
 void one_token(const RotaryStore& a, int64_t token) {
-  alignas(64) float head[1024];
+  alignas(64) float head[1024], rotated[1024];
   const int64_t dim = a.head_dim, slot = a.slot_mapping[token];
   const int64_t block = slot / a.block_size, offset = slot % a.block_size;
   const T* row = (const T*)a.qkv + token * a.qkv_stride;
   const float* cos_sin = a.cos_sin + a.positions[token] * dim;
+  auto place = [&](int64_t stride, int64_t h) { return block * stride + (h * a.block_size + offset) * a.row_size; };
   for (int64_t h = 0; h < a.num_heads + a.num_kv_heads; ++h) {
     const bool is_key = h >= a.num_heads;
     if (is_key && slot < 0) break;
     for (int64_t i = 0; i < dim; i += LANES) store(head + i, load(row + h * dim + i));
     const W* norm = (const W*)(is_key ? a.k_norm : a.q_norm);
     if (norm) norm_head(head, norm, dim, a.eps);
-    T* to = (T*)a.query + (token * a.num_heads + h) * dim;
-    if (is_key) to = (T*)a.key_cache + block * a.key_stride + ((h - a.num_heads) * a.block_size + offset) * dim;
-    rotate_head(head, cos_sin, to, dim);
+    if (!is_key) {
+      rotate_head(head, cos_sin, (T*)a.query + (token * a.num_heads + h) * dim, dim);
+    } else if (const int64_t at = place(a.key_stride, h - a.num_heads); a.is_narrow) {
+      rotate_head(head, cos_sin, rotated, dim);
+      narrow_row(rotated, (int8_t*)a.key_cache + at, dim);
+    } else {
+      rotate_head(head, cos_sin, (T*)a.key_cache + at, dim);
+    }
   }
   if (slot < 0) return;
   const T* values = row + (a.num_heads + a.num_kv_heads) * dim;
-  for (int64_t h = 0; h < a.num_kv_heads; ++h) {
-    T* to = (T*)a.value_cache + block * a.value_stride + (h * a.block_size + offset) * dim;
-    std::memcpy(to, values + h * dim, size_t(dim) * sizeof(T));
+  for (int64_t h = 0; h < a.num_kv_heads; ++h, values += dim) {
+    if (const int64_t at = place(a.value_stride, h); a.is_narrow) {
+      for (int64_t i = 0; i < dim; i += LANES) store(head + i, load(values + i));
+      narrow_row(head, (int8_t*)a.value_cache + at, dim);
+    } else {
+      std::memcpy((T*)a.value_cache + at, values, size_t(dim) * sizeof(T));
+    }
   }
 }
 

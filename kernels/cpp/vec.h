@@ -125,6 +125,13 @@ INLINE f32x16 load(const bf16* p) {
   return bit_cast<f32x16>(__builtin_convertvector(v, u32x16) << 16);
 }
 
+INLINE f32x16 load(const int8_t* p) {
+  typedef int8_t i8x16 __attribute__((vector_size(16)));
+  i8x16 v;
+  std::memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, f32x16);
+}
+
 INLINE void store(float* p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
 
 INLINE void store(bf16* p, f32x16 v) {

@@ -49,6 +49,11 @@ INLINE f32x16 load(const fp16* p) {
   return {(f32x8)_mm256_cvtph_ps(_mm_loadu_si128(at)), (f32x8)_mm256_cvtph_ps(_mm_loadu_si128(at + 1))};
 }
 
+INLINE f32x16 load(const int8_t* p) {
+  return {(f32x8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
+          (f32x8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
+}
+
 INLINE void store(float* p, f32x16 v) { _mm256_storeu_ps(p, (__m256)v.low), _mm256_storeu_ps(p + 8, (__m256)v.high); }
 
 INLINE void store(bf16* p, f32x16 v) {

@@ -67,6 +67,15 @@ INLINE f32x16 load(const fp16* p) {
   return {widen_fp16(vld1q_f16(at)), widen_fp16(vld1q_f16(at + 8))};
 }
 
+INLINE f32x8 widen_int16(int16x8_t v) {
+  return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(v))), vcvtq_f32_s32(vmovl_high_s16(v))};
+}
+
+INLINE f32x16 load(const int8_t* p) {
+  const int8x16_t v = vld1q_s8(p);
+  return {widen_int16(vmovl_s8(vget_low_s8(v))), widen_int16(vmovl_high_s8(v))};
+}
+
 INLINE void store(float* p, f32x16 v) {
   vst1q_f32(p, v.low.low), vst1q_f32(p + 4, v.low.high), vst1q_f32(p + 8, v.high.low), vst1q_f32(p + 12, v.high.high);
 }

@@ -190,7 +190,8 @@ class DecoderPass:
         bfloat16.
 
         `embedded`: [num_tokens, hidden] bfloat16; `pool`: [num_blocks, num_layers, 2, num_kv_heads, block_size,
-        head_dim] bfloat16; the rest as `rotary_kv_store` and `paged_attention` take it. Raises `ValueError` on wrong
+        head_dim] bfloat16, or with int8 rows of `raydix.kernels.narrow_kv`; the rest as `rotary_kv_store` and
+        `paged_attention` take it. Raises `ValueError` on wrong
         shapes and `TypeError` on wrong dtypes.
         """
         hidden: Tensor = self._forward(

@@ -70,7 +70,8 @@ def paged_attention(
     """Causal attention of each sequence's newest queries over all its KV (prefix plus chunk).
 
     `query`: [num_tokens, num_heads, head_dim], the chunks of all sequences one after the other.
-    `key_cache`, `value_cache`: [num_blocks, num_kv_heads, block_size, head_dim], last three dims contiguous.
+    `key_cache`, `value_cache`: [num_blocks, num_kv_heads, block_size, head_dim], last three dims contiguous; on CPUs
+    also int8 rows of `raydix.kernels.narrow_kv` in the place of the last dim.
     `block_tables`: [num_sequences, max_blocks] int32; `query_start`: [num_sequences + 1] int32;
     `context_lens`: [num_sequences] int32, KV tokens of the sequence including its chunk, whose queries are the last
     `query_start[s + 1] - query_start[s]` positions.

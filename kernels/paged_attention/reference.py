@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from raydix.kernels.narrow_kv import widen_rows
+
 
 def paged_attention_reference(
     query: Tensor,
@@ -34,7 +36,7 @@ def paged_attention_reference(
             continue
         blocks = block_tables[sequence, : -(-length // key_cache.shape[2])].long()
         keys, values = (
-            cache[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :length].float()
+            _wide(cache[blocks], query.dtype).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :length].float()
             for cache in (key_cache, value_cache)
         )
         grouped = query[begin:end].float().view(end - begin, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -56,3 +58,7 @@ def paged_attention_reference(
         out[begin:end] = attended.reshape(end - begin, num_heads, head_dim).to(out.dtype)
         lse[begin:end] = torch.logsumexp(weighed, -1).reshape(end - begin, num_heads)
     return out, lse
+
+
+def _wide(cache: Tensor, dtype: torch.dtype) -> Tensor:
+    return widen_rows(cache, dtype) if cache.dtype == torch.int8 else cache

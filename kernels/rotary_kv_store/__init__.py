@@ -25,7 +25,8 @@ def rotary_kv_store(
 
     `qkv`: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; `positions`, `slot_mapping`: [num_tokens] int64;
     `cos_sin`: [max_position, head_dim] float32 from `rotary_tables`; caches: [num_blocks, num_kv_heads, block_size,
-    head_dim], last three dims contiguous, written at slot = block * block_size + offset (negative: not stored);
+    head_dim], last three dims contiguous, written at slot = block * block_size + offset (negative: not stored), on CPUs
+    also int8 rows of `raydix.kernels.narrow_kv`;
     `q_norm`, `k_norm`: [head_dim] weights of an RMS norm over each head (Qwen 3, Gemma 3).
 
     Returns rotated q, [num_tokens, num_heads, head_dim]. Everything is float32 inside and rounded once. Raises

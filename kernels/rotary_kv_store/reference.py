@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from raydix.kernels.narrow_kv import narrow_rows
 from raydix.kernels.rms_norm.reference import rms_norm_reference
 
 
@@ -24,7 +25,9 @@ def rotary_kv_store_reference(
     K and V go to (slot // block_size, slot % block_size); a negative slot stores nothing. Shapes as in
     `rotary_kv_store`.
     """
-    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    num_kv_heads, block_size = key_cache.shape[1:3]
+    head_dim = cos_sin.shape[1]
+    is_narrow = key_cache.dtype == torch.int8
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     cos, sin = cos_sin[positions][:, None, :].chunk(2, dim=-1)
@@ -32,10 +35,11 @@ def rotary_kv_store_reference(
     def rotate(x: Tensor, norm: Tensor | None) -> Tensor:
         x = x.float() if norm is None else rms_norm_reference(x.float(), norm.float(), eps)
         first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
-    key_cache[slots // block_size, :, slots % block_size] = rotate(key, k_norm)[kept]
-    value_cache[slots // block_size, :, slots % block_size] = value[kept]
-    return rotate(query, q_norm)
+    for cache, rows in ((key_cache, rotate(key, k_norm)), (value_cache, value)):
+        stored = narrow_rows(rows[kept]) if is_narrow else rows[kept].to(cache.dtype)
+        cache[slots // block_size, :, slots % block_size] = stored
+    return rotate(query, q_norm).to(qkv.dtype)

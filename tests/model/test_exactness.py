@@ -4,6 +4,7 @@ a GPU in deterministic mode."""
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -41,9 +42,14 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 
 
 def make_engine(
-    decoder: Decoder, budget: int = 512, max_requests: int = 64, num_blocks: int = 600, swap_bytes: int = 0
+    decoder: Decoder,
+    budget: int = 512,
+    max_requests: int = 64,
+    num_blocks: int = 600,
+    swap_bytes: int = 0,
+    kv_dtype: torch.dtype = torch.bfloat16,
 ) -> Engine:
-    store = make_pool(decoder.config, num_blocks, BLOCK_SIZE, torch.bfloat16, decoder.device)
+    store = make_pool(decoder.config, num_blocks, BLOCK_SIZE, kv_dtype, decoder.device)
     limits = SchedulerLimits(budget, max_requests)
     pool, max_len = BlockPool(num_blocks, BLOCK_SIZE), min(MAX_LEN, num_blocks * BLOCK_SIZE)
     runner = make_runner(decoder, store, limits)
@@ -217,26 +223,29 @@ def test_resumed_elsewhere_from_what_was_delivered(
         assert outputs == cold[300][name][10:]
 
 
-@pytest.mark.parametrize("quantization", ["int8", "stored"])
-def test_weights_of_few_bits(quantization: Quantization) -> None:
-    """In chunks of every size, from the pool, in a batch, and from another engine's segment."""
+@pytest.mark.parametrize(
+    ("quantization", "kv_dtype"), [("int8", torch.bfloat16), ("stored", torch.bfloat16), (None, torch.int8)]
+)
+def test_weights_or_kv_of_few_bits(quantization: Quantization | None, kv_dtype: torch.dtype) -> None:
+    """In chunks of every size, from the pool, in a batch, preempted, and from another engine's segment."""
     decoder = load_decoder(quantization)
+    engine_with = partial(make_engine, decoder, kv_dtype=kv_dtype)
     lengths = (1, 17, 300)
     expected: dict[int, dict[str, Output]] = {}
     for length in lengths:
         greedy, sampled = both(length)
-        expected[length] = run(make_engine(decoder), [greedy]) | run(make_engine(decoder), [sampled])
+        expected[length] = run(engine_with(), [greedy]) | run(engine_with(), [sampled])
     for budget in (16, 64, 1024):
-        engine = make_engine(decoder, budget, max_requests=16)
+        engine = engine_with(budget, max_requests=16)
         for length in lengths:
             for _ in ("cold", "warm"):
                 assert run(engine, both(length)) == expected[length]
     ours = [replace(each, request_id=f"{each.request_id} {length}") for length in lengths for each in both(length)]
     others = [assignment(f"other {index}", prompt(1000 + index, 5 + 4 * index)) for index in range(40)]
-    together = run(make_engine(decoder, num_blocks=900), [*others[:20], *ours, *others[20:]])
+    together = run(engine_with(num_blocks=900), [*others[:20], *ours, *others[20:]])
     for length in lengths:
         assert {name: together[f"{name} {length}"] for name in ("greedy", "sampled")} == expected[length]
-    first, second = make_engine(decoder), make_engine(decoder)
+    first, second = engine_with(), engine_with()
     run(first, both(300))
     second.submit(both(300)[0], 0.0)
     request = second.scheduler.requests.get("greedy")
@@ -244,3 +253,22 @@ def test_weights_of_few_bits(quantization: Quantization) -> None:
     [segment], _ = first.exchange.export(request.full_hashes(), 0.0)
     assert second.exchange.import_segment(segment.header, segment.payload, 0.0)
     assert run(second, both(300)[1:]) == expected[300]
+
+    tight = engine_with(num_blocks=30, swap_bytes=1 << 30)
+    tight.scheduler.swap_policy.costs = WorkerCosts(swap_s=0.0, swap_byte_s=0.0)
+    storm = [assignment(f"{index}", prompt(3000 + index, 200), 60) for index in range(3)]
+    assert run(tight, storm) == {each.request_id: run(engine_with(), [each])[each.request_id] for each in storm}
+    assert tight.preemptions.swapped_in_bytes > 0
+
+
+def test_kv_of_eight_bits_is_another_kind_of_kv(decoder: Decoder) -> None:
+    if decoder.device.type != "cpu":
+        pytest.skip("for CPUs alone")
+    wide, narrow = (make_engine(decoder, kv_dtype=kv_dtype) for kv_dtype in (torch.bfloat16, torch.int8))
+    assert 0.5 < narrow.store.block_bytes / wide.store.block_bytes < 0.54
+    ours = [assignment("greedy", prompt(300, 300))]
+    expected, found = run(wide, ours)["greedy"], run(narrow, ours)["greedy"]
+    assert found != expected
+    # The first token's log-probabilities stand behind the same tokens, and are near each other.
+    (_, first), (_, other) = expected[0], found[0]
+    assert abs(first.top_logprobs[0] - other.top_logprobs[0]) < 0.2  # type: ignore[attr-defined]

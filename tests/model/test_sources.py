@@ -73,11 +73,12 @@ def test_other_products_make_other_kv() -> None:
         base(),
         base(quantization="int8"),
         base(quantization="stored"),
+        base(kv_dtype="int8"),
         base(deterministic=False),
         base(block_size=32),
         base(dtype="float32"),
     ]
-    assert len({identity.fingerprint for identity in identities}) == 6
+    assert len({identity.fingerprint for identity in identities}) == 7
 
 
 @needs_model

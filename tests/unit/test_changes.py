@@ -49,6 +49,7 @@ CHANGED: dict[str, Any] = {
     "model.adapter_folders": ["/adapters"],
     "http.unknown_fields": "ignore",
     "cache.eviction": "lru",
+    "cache.dtype": "int8",
     "slo.when_late": "refuse",
     "cache.disk_path": "/elsewhere",
     "cache.public_prefixes": ["You are kind."],

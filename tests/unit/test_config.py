@@ -157,6 +157,7 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path, cont
     [
         ("cache", "block_size", 4),
         ("cache", "block_size", 256),
+        ("cache", "dtype", "fp8"),
         ("cache", "num_blocks", 1),
         ("cache", "pool_gib", 0),
         ("cache", "segment_gib", -1),
@@ -209,6 +210,14 @@ def test_quantized_weights_are_for_cpus(tmp_path: Path) -> None:
     assert engine_settings(config, config.workers.mixed).quantization == "int8"
     message = complaint(tmp_path, {"model": model, "workers": {"mixed": {"device": "cuda"}}})
     assert "model.quantization int8 is for CPUs, and a worker's device is cuda" in message
+
+
+def test_kv_in_eight_bits_is_for_cpus(tmp_path: Path) -> None:
+    config = load(tmp_path, {**MIXED, "cache": {"dtype": "int8"}})
+    assert config.workers.mixed is not None
+    assert engine_settings(config, config.workers.mixed).kv_dtype == "int8"
+    message = complaint(tmp_path, {"cache": {"dtype": "int8"}, "workers": {"mixed": {"device": "cuda"}}})
+    assert "cache.dtype int8 is for CPUs, and a worker's device is cuda" in message
 
 
 def test_drafts_are_made_unless_they_are_off(tmp_path: Path) -> None:

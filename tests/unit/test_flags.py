@@ -40,6 +40,7 @@ def test_each_option_sets_its_key() -> None:
         "--quantization": "int8",
         "--served-model-name": "123",
         "--kv-cache-gib": "1.5",
+        "--kv-cache-dtype": "int8",
         "--max-num-seqs": "9",
         "--token-budget": "99",
         "--workers": "3",
@@ -48,7 +49,7 @@ def test_each_option_sets_its_key() -> None:
     config = config_of(LARGE, *(word for pair in words.items() for word in pair))
     model, cache = config.model, config.cache
     assert (model.max_model_len, model.dtype, model.quantization, model.name) == (4096, "float32", "int8", "123")
-    assert cache.pool_gib == 1.5
+    assert (cache.pool_gib, cache.dtype) == (1.5, "int8")
     for section in config.workers.sections.values():
         assert (section.max_requests, section.token_budget, section.replicas) == (9, 99, 3)
     assert config_of(SMALL, "--max-model-len", "auto").model.max_model_len is None
@@ -60,6 +61,7 @@ def test_each_option_sets_its_key() -> None:
         ("--max-model-len", "3", "greater than or equal to 16"),
         ("--dtype", "int3", "'bfloat16', 'float16' or 'float32'"),
         ("--kv-cache-gib", "0", "greater than 0"),
+        ("--kv-cache-dtype", "fp8", "'auto' or 'int8'"),
         ("--workers", "many", "valid integer"),
     ],
 )

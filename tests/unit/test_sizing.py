@@ -94,6 +94,12 @@ def starts(name: str, machine: Machine, **overrides: Any) -> bool:
     return True
 
 
+def test_a_pool_in_eight_bits_holds_almost_twice_as_many_tokens() -> None:
+    machine, pool = Machine(4, 64), {"pool_gib": 1}
+    lengths = [plan("Qwen3-8B", machine, cache={**pool, "dtype": dtype})[2] for dtype in ("auto", "int8")]
+    assert 1.9 < lengths[1] / lengths[0] < 2.0
+
+
 @pytest.mark.parametrize("where", MACHINES)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_starts_fits_into_the_memory(name: str, where: str) -> None:
