@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.packed_weights import Float8, Packing
+from raydix.kernels.routing import Routing
 
 STORED_BITS = "stored_bits"  # key of `ModelConfig.stored_bits` in the `config.json` of a converted file
 
@@ -53,19 +54,25 @@ class ExpertsConfig:
     """MLPs of which each token takes a few, and the names of their weights below a layer."""
 
     num_experts: int
-    per_token: int
-    """Experts that each token goes through."""
     intermediate_size: int
     """Size of one expert's intermediate state."""
-    normalised: bool
-    """A token's shares add up to one; otherwise they are its experts' shares of the softmax over all."""
+    routing: Routing
     layers: tuple[int, ...]
     """Indices of the layers that have experts; the others have one MLP, of the model's `intermediate_size`."""
     shared_size: int = 0
-    """Size of the intermediate state of one more expert, which every token goes through; 0: there is none."""
-    shared_gate: bool = True
-    """What that expert gives is multiplied by a gate's sigmoid."""
+    """Size of the intermediate state of one more expert, which every token goes through, or of several such side by
+    side; 0: there is none."""
+    shared: str = "mlp.shared_expert"
+    shared_gate: str | None = None
+    """Name of the projection whose sigmoid is the share of the experts for every token; None: it is one."""
     router: str = "mlp.gate"
+    float_router: bool = False
+    """The router's weights are kept, and its logits made, in float32; otherwise both are in the model's dtype."""
+    correction: str | None = None
+    """Name of a tensor with a number for each expert, which is added to the scores by which experts are chosen; None:
+    nothing is added."""
+    correction_is_row: bool = False
+    """That tensor is stored as [1, num_experts]."""
     gate: str | None = "mlp.experts.{}.gate_proj"
     """Name of each expert's gate projection, with the expert's number in place of the braces; None: `up` holds the gate
     projection, too."""
@@ -277,6 +284,8 @@ class ModelConfig:
     """Indices of the layers that are an MLP alone, without attention or a recurrence (Nemotron-H)."""
     layers_without_mlp: tuple[int, ...] = ()
     """Indices of the layers that are attention or a recurrence alone."""
+    draft_layers: int = 0
+    """Layers behind the last one that the weights may have, only for drafting; they are passed over."""
     own_names: tuple[tuple[str, str], ...] = ()
     """Parts of tensors' names, whole between dots, that differ from the usual ones: the usual part and the family's."""
 

@@ -34,7 +34,7 @@ from raydix.engine.model.families import read_config
 from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.lora import Lora, LoraLoader, LoraRows, add_loras
 from raydix.engine.model.packed_weights import mxfp4
-from raydix.engine.model.sizes import BLOCKS, LAYER_EMBEDDING, SCALES, SHARED
+from raydix.engine.model.sizes import BLOCKS, LAYER_EMBEDDING, SCALES
 from raydix.engine.model.state_pool import StatePool
 from raydix.engine.model.weights import Checkpoint, TensorSource
 from raydix.kernels.decoder_pass import (
@@ -648,7 +648,7 @@ class _Loader:
             window=config.layer_windows[index],
             sinks=self._weights.tensor(f"{prefix}self_attn.sinks").float() if config.attention_sinks else None,
             recurrent=recurrent,
-            shared=None if of is None or not of.shared_size else self._shared(f"{prefix}{SHARED}", of),
+            shared=None if of is None or not of.shared_size else self._shared(prefix, of),
             v_norm=torch.ones(head_dim, device=self._device) if config.value_norm and stores else None,
             own_input=self._own_input(prefix) if config.layer_input_size else None,
             scalar=self.tensor(f"{prefix}layer_scalar").clone() if config.layer_scalars else None,
@@ -741,12 +741,12 @@ class _Loader:
             self._packed([f"{name}.down_proj"], bias=bias),
         )
 
-    def _shared(self, name: str, of: ExpertsConfig) -> SharedExpert:
+    def _shared(self, prefix: str, of: ExpertsConfig) -> SharedExpert:
         """The expert that every token goes through. Its gate keeps its bits, as a router does."""
         gate = None
-        if of.shared_gate:
-            gate = pack_weight(self.tensor(f"{name}_gate.weight"), deterministic=self._deterministic)
-        return SharedExpert(self._mlp(name, bias=False), gate)
+        if of.shared_gate is not None:
+            gate = pack_weight(self.tensor(f"{prefix}{of.shared_gate}.weight"), deterministic=self._deterministic)
+        return SharedExpert(self._mlp(f"{prefix}{of.shared}", bias=False), gate)
 
     def _experts(self, prefix: str, of: ExpertsConfig) -> PackedExperts:
         """The experts of a layer. The router keeps its bits: it is small, and decides for all that follows."""
@@ -754,18 +754,15 @@ class _Loader:
         if self._keeps_groups and all("{}" in name for name in names):
             return self._experts_one_by_one(prefix, of, names)
         first_biases, second_biases = (self._biases(f"{prefix}{name}", of) for name in (of.up, of.down))
-        router_bias = self.tensor(f"{prefix}{of.router}.bias") if of.has_bias else None
         weights = zip(*(self._of_each(f"{prefix}{name}", of) for name in names), strict=True)
-        return pack_experts(
-            pack_weight(self.tensor(f"{prefix}{of.router}.weight"), router_bias, deterministic=self._deterministic),
+        return self._put_together(
+            prefix,
+            of,
             [self._first(parts, bias, of) for parts, bias in zip(weights, first_biases, strict=True)],
             [
                 self._pack_either(weight, bias)
                 for weight, bias in zip(self._of_each(f"{prefix}{of.down}", of), second_biases, strict=True)
             ],
-            of.per_token,
-            normalised=of.normalised,
-            activation=self._config.activation,
         )
 
     def _first(self, parts: Sequence[Tensor | GroupedWeight], bias: Tensor | None, of: ExpertsConfig) -> PackedLinear:
@@ -792,9 +789,24 @@ class _Loader:
         numbers = range(of.num_experts)
         first = [self._packed([f"{prefix}{name.format(number)}" for name in names], bias=False) for number in numbers]
         second = [self._packed([f"{prefix}{of.down.format(number)}"], bias=False) for number in numbers]
-        router = pack_weight(self.tensor(f"{prefix}{of.router}.weight"), deterministic=self._deterministic)
+        return self._put_together(prefix, of, first, second)
+
+    def _put_together(
+        self, prefix: str, of: ExpertsConfig, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear]
+    ) -> PackedExperts:
+        """A layer's experts, with what chooses among them."""
+        name, correction = f"{prefix}{of.router}", None
+        router: PackedLinear | Tensor
+        if of.float_router:
+            router = self._weights.tensor(f"{name}.weight").to(self._device, torch.float32).clone()
+        else:
+            bias = self.tensor(f"{name}.bias") if of.has_bias else None
+            router = pack_weight(self.tensor(f"{name}.weight"), bias, deterministic=self._deterministic)
+        if of.correction is not None:
+            correction = self._weights.tensor(f"{prefix}{of.correction}").to(self._device, torch.float32)
+            correction = correction.flatten().clone()
         return pack_experts(
-            router, first, second, of.per_token, normalised=of.normalised, activation=self._config.activation
+            router, gate_up, down, of.routing, correction=correction, activation=self._config.activation
         )
 
     def _of_each(self, name: str, of: ExpertsConfig) -> Iterable[Tensor | GroupedWeight]:

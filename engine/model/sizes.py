@@ -20,7 +20,6 @@ LOGITS_BYTES = 3 * 4  # bytes of one logit while rows are sampled: in float32, a
 BLOCKS, SCALES = "_blocks", "_scales"
 # Names below a layer of two tensors with all its experts.
 STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-SHARED = "mlp.shared_expert"  # name below a layer of the expert that every token goes through
 STATE_SHARE = 0.5  # share of a pool's memory that recurrent states may take
 MOST_SNAPSHOTS = 256  # recurrent states beside those of running requests, at most
 MXFP4_COLUMNS = 32  # columns of one block
@@ -164,12 +163,14 @@ def _expert_shapes(config: ModelConfig, experts: ExpertsConfig) -> dict[str, tup
     else:
         parts[experts.gate] = (inner, hidden)
     shapes: dict[str, tuple[int, ...]] = {f"{experts.router}.weight": (num, hidden)}
+    if experts.correction is not None:
+        shapes[experts.correction] = (1, num) if experts.correction_is_row else (num,)
     if shared := experts.shared_size:
         rows = {"gate_up_proj": 2 * shared} if config.fused_gate_up else {"gate_proj": shared, "up_proj": shared}
-        shapes |= {f"{SHARED}.{name}.weight": (size, hidden) for name, size in rows.items()}
-        shapes[f"{SHARED}.down_proj.weight"] = (hidden, shared)
-        if experts.shared_gate:
-            shapes[f"{SHARED}_gate.weight"] = (1, hidden)
+        shapes |= {f"{experts.shared}.{name}.weight": (size, hidden) for name, size in rows.items()}
+        shapes[f"{experts.shared}.down_proj.weight"] = (hidden, shared)
+        if experts.shared_gate is not None:
+            shapes[f"{experts.shared_gate}.weight"] = (1, hidden)
     for name, shape in parts.items():
         if "{}" in name:
             shapes |= {f"{name.format(expert)}.weight": shape for expert in range(num)}
@@ -216,7 +217,7 @@ def check_names(names: Iterable[str], config: ModelConfig, where: str) -> None:
         raise StartupError(f"the weights in {where} lack {_named(missing)}")
 
     wanted = expected.keys() | _shared_kv(config)
-    if unexpected := [name for name in known if name not in wanted and not _is_redundant(name)]:
+    if unexpected := [name for name in known if name not in wanted and not _is_redundant(name, config)]:
         raise StartupError(
             f"the weights in {where} have tensors that config.json does not call for: {_named(unexpected)}"
         )
@@ -231,9 +232,11 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: Quantization | N
     width = DTYPE_BYTES[dtype]
     total = 0
     shapes = expected_shapes(config)
-    # Tables that are embedded from and routers keep their bits.
+    # Tables that are embedded from keep their bits.
     embedding = config.stored_name(_EMBEDDING)
-    unrounded = [embedding, LAYER_EMBEDDING] + ([f"{config.experts.router}.weight"] if config.experts else [])
+    unrounded = (embedding, LAYER_EMBEDDING)
+    router = "" if config.experts is None else config.stored_name(f"{config.experts.router}.weight")
+    router_width = 4 if config.experts is not None and config.experts.float_router else width
     head = "lm_head.weight"
     if config.tie_word_embeddings and not on_gpu:
         shapes[head] = shapes[embedding]
@@ -248,9 +251,11 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: Quantization | N
                 total += numbers + 4 * rows if quantization == "int8" else width * numbers
         elif len(shape) == 1 or name.endswith("_bias"):
             total += 4 * math.prod(shape)  # norms and biases are float32
+        elif router and name.endswith(router):
+            total += router_width * math.prod(shape)
         elif quantization == "stored" and _is_kept(name, config) and config.stored_bits is not None:
             total += math.ceil(math.prod(shape) * config.stored_bits / 8)
-        elif quantization == "int8" and not name.endswith(tuple(unrounded)):
+        elif quantization == "int8" and not name.endswith(unrounded):
             total += math.prod(shape) + 4 * math.prod(shape[:-1])
         else:
             total += width * math.prod(shape)
@@ -270,7 +275,7 @@ def step_bytes(config: ModelConfig, token_budget: int, max_requests: int) -> int
     inner = 3 * max(map(config.mlp_size, layers))
     inner += 4 * config.num_layers * config.layer_input_size  # embedded, projected, normed, added
     if config.experts is not None:  # what goes into each of a token's experts, and what comes out
-        inner += config.experts.per_token * (2 * config.hidden_size + 3 * config.experts.intermediate_size)
+        inner += config.experts.routing.per_token * (2 * config.hidden_size + 3 * config.experts.intermediate_size)
         if config.experts.shared_size:
             inner += 3 * config.experts.shared_size + 4 * config.hidden_size
     mixed = (2 + config.attention_gate) * queries + keys
@@ -332,7 +337,7 @@ def pair_share(config: ModelConfig) -> float:
             num_paired += 2 * config.num_heads * heads.dim if config.layer_windows[layer] is None else 0
         inner = 0 if layer in config.layers_without_mlp else config.mlp_size(layer)
         if (experts := config.experts_of_layer(layer)) is not None:
-            inner = experts.per_token * experts.intermediate_size + experts.shared_size
+            inner = experts.routing.per_token * experts.intermediate_size + experts.shared_size
         num_products += (2 + config.has_gate) * inner * config.hidden_size
     return num_paired / num_products if num_products else 0.0
 
@@ -353,12 +358,13 @@ def _shared_kv(config: ModelConfig) -> set[str]:
     return {f"model.layers.{layer}.self_attn.{part}.weight" for layer in shared for part in parts}
 
 
-def _is_redundant(name: str) -> bool:
-    """Tensors that old or tied checkpoints carry and that follow from others, layers that only draft (`mtp`), and
-    scales of a cache in FP8."""
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    """Tensors that old or tied checkpoints carry and that follow from others, layers that only draft (`mtp`, or those
+    behind the last one), and scales of a cache in FP8."""
+    behind = range(config.num_layers, config.num_layers + config.draft_layers)
     return (
         name == "lm_head.weight"
-        or name.startswith("mtp.")
+        or name.startswith(("mtp.", "model.mtp_", *(f"model.layers.{index}." for index in behind)))
         or name.endswith(("rotary_emb.inv_freq", "self_attn.masked_bias", ".k_scale", ".v_scale"))
     )
 

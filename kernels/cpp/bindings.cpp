@@ -547,7 +547,7 @@ class ExpertMemory {
       inner = std::max(inner, e->down[0].in_features), ranks = std::max(ranks, e->per_token);
     }
     const int64_t chosen = rows * ranks;
-    buffers.logits = take(rows * logits, at::kBFloat16), buffers.gathered = take(chosen * hidden, at::kBFloat16);
+    buffers.logits = take(rows * logits, at::kFloat), buffers.gathered = take(chosen * hidden, at::kBFloat16);
     buffers.wide = take(chosen * 2 * inner, at::kBFloat16), buffers.activated = take(chosen * inner, at::kBFloat16);
     buffers.outputs = take(chosen * hidden, at::kBFloat16), buffers.ids = (int32_t*)take(chosen, at::kInt);
     buffers.shares = (float*)take(chosen, at::kFloat), buffers.places = (int64_t*)take(chosen, at::kLong);
@@ -563,17 +563,33 @@ class ExpertMemory {
   }
 };
 
-// The router's weight, lists of the experts' gate_up and down weights, experts of a token, whether their shares add up
-// to one, activation.
+// The router's weight, or [experts, hidden] float32; lists of the experts' gate_up and down weights; correction or None;
+// (experts of a token, normalised, sigmoid, groups, best groups, experts of a group's score, scale, offset of the sum),
+// activation.
 PyObject* make_experts(PyObject* const* args) {
   check_type(raydix::has_linear(), "this build has no bfloat16 product");
   auto result = std::make_unique<Experts>();
   raydix::Experts& e = result->of;
-  e.router = result->weight(args[0]), e.per_token = integer(args[3]), e.normalised = args[4] == Py_True;
-  result->activation = activation_of(args[5]);
+  if (PyTuple_Check(args[0])) {
+    e.router = result->weight(args[0]);
+  } else {
+    const Tensor& router = tensor(args[0]);
+    check(router.dim() == 2, "a router in float32 must be [num_experts, hidden]");
+    e.float_router = result->floats(args[0]), e.router.out_features = router.size(0), e.router.in_features = router.size(1);
+  }
   const int64_t count = e.router.out_features;
+  auto item = [&](int at) { return PyTuple_GetItem(args[4], at); };
+  e.per_token = integer(item(0)), e.normalised = item(1) == Py_True, e.sigmoid = item(2) == Py_True;
+  e.num_groups = integer(item(3)), e.top_groups = integer(item(4)), e.group_best = integer(item(5));
+  e.scale = number(item(6)), e.sum_offset = number(item(7));
+  e.correction = result->floats(args[3]);
+  check(!e.correction || tensor(args[3]).numel() == count, "the correction must be [num_experts]");
+  result->activation = activation_of(args[5]);
   check(PyList_GET_SIZE(args[1]) == count && PyList_GET_SIZE(args[2]) == count, "the router must know each expert");
   check(e.per_token > 0 && e.per_token <= count, "a token cannot have more experts than there are");
+  check(e.num_groups > 0 && count % e.num_groups == 0 && e.top_groups > 0 && e.top_groups <= e.num_groups &&
+            e.group_best > 0 && e.group_best <= count / e.num_groups,
+        "experts must be whole groups");
   for (int64_t i = 0; i < count; ++i) {
     e.gate_up.push_back(result->weight(PyList_GET_ITEM(args[1], i)));
     e.down.push_back(result->weight(PyList_GET_ITEM(args[2], i)));

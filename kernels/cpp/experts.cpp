@@ -14,32 +14,103 @@
 namespace raydix {
 namespace {
 
-// The experts of one row, best first, the lower index before its equal, and their shares, from float32 softmax.
-void route_row(const Experts& e, const bf16* logits, int32_t* ids, float* shares) {
-  const int64_t count = e.router.out_features;
-  auto logit = [&](int64_t i) {
-    uint32_t bits = uint32_t(((const uint16_t*)logits)[i]) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-  };
-  for (int64_t rank = 0; rank < e.per_token; ++rank) {
-    int64_t best = -1;
-    for (int64_t i = 0; i < count; ++i) {
-      if (std::find(ids, ids + rank, int32_t(i)) != ids + rank) continue;
-      if (best < 0 || logit(i) > logit(best)) best = i;
+constexpr int64_t ROUTED = 4;       // experts whose logits are computed together: their sums stay in registers
+constexpr int64_t ROUTED_ROWS = 32;  // rows that share the router's weights in the nearest cache
+
+// Logits of rows [first, last) and experts [expert, expert + COUNT) in float32. The chain of one logit goes from the
+// first dimension to the last, whatever the other rows.
+template <int64_t COUNT>
+void float_logits(const Experts& e, const bf16* x, int64_t first, int64_t last, int64_t expert, float* logits) {
+  const int64_t hidden = e.router.in_features, whole = hidden / LANES * LANES;
+  const float* weight = e.float_router + expert * hidden;
+  for (int64_t row = first; row < last; ++row) {
+    const bf16* from = x + row * hidden;
+    f32x16 total[COUNT]{};
+    for (int64_t i = 0; i < whole; i += LANES) {
+      const f32x16 column = load(from + i);
+      for (int64_t n = 0; n < COUNT; ++n) total[n] = fused(column, load(weight + n * hidden + i), total[n]);
     }
-    ids[rank] = int32_t(best);
+    if (whole < hidden) {
+      const f32x16 column = load_part(from + whole, hidden - whole);
+      for (int64_t n = 0; n < COUNT; ++n)
+        total[n] = fused(column, load_part(weight + n * hidden + whole, hidden - whole), total[n]);
+    }
+    for (int64_t n = 0; n < COUNT; ++n) logits[row * e.router.out_features + expert + n] = reduce_add(total[n]);
   }
-  // What all experts have together: of those that were chosen, or of every one.
-  const float largest = logit(ids[0]);
-  float total = 0.0f;
-  for (int64_t rank = 0; rank < e.per_token; ++rank) total += shares[rank] = std::exp(logit(ids[rank]) - largest);
-  if (!e.normalised) {
-    total = 0.0f;
-    for (int64_t i = 0; i < count; ++i) total += std::exp(logit(i) - largest);
+}
+
+void all_float_logits(const Experts& e, const bf16* x, int64_t rows, float* logits, Crew& crew) {
+  const int64_t count = e.router.out_features, parts = (count + ROUTED - 1) / ROUTED;
+  const int64_t blocks = (rows + ROUTED_ROWS - 1) / ROUTED_ROWS;
+  crew.share(blocks * parts, [&](int64_t piece) {
+    const int64_t first = piece / parts * ROUTED_ROWS, last = std::min(rows, first + ROUTED_ROWS);
+    int64_t expert = piece % parts * ROUTED;
+    if (expert + ROUTED <= count) return float_logits<ROUTED>(e, x, first, last, expert, logits);
+    for (; expert < count; ++expert) float_logits<1>(e, x, first, last, expert, logits);
+  });
+}
+
+// The index of the largest of `count` numbers, of equals the first one; it is then taken out.
+int64_t take_best(float* numbers, int64_t count) {
+  const int64_t best = std::max_element(numbers, numbers + count) - numbers;
+  numbers[best] = -std::numeric_limits<float>::infinity();
+  return best;
+}
+
+// Leaves only the experts of the best groups to be chosen.
+void choose_groups(const Experts& e, float* choice, int64_t count) {
+  const int64_t size = count / e.num_groups;
+  std::vector<float> groups(static_cast<size_t>(e.num_groups));
+  for (int64_t g = 0; g < e.num_groups; ++g) {
+    std::vector<float> group(choice + g * size, choice + (g + 1) * size);
+    for (int64_t i = 0; i < e.group_best; ++i) {
+      const float best = *std::max_element(group.begin(), group.end());
+      groups[size_t(g)] += best;
+      take_best(group.data(), size);
+    }
   }
-  for (int64_t rank = 0; rank < e.per_token; ++rank) shares[rank] /= total;
+  std::vector<bool> chosen(groups.size());
+  for (int64_t i = 0; i < e.top_groups; ++i) chosen[size_t(take_best(groups.data(), e.num_groups))] = true;
+  for (int64_t i = 0; i < count; ++i)
+    if (!chosen[size_t(i / size)]) choice[i] = -std::numeric_limits<float>::infinity();
+}
+
+// The experts of one row, best first, the lower index before its equal, and their shares, from float32 scores.
+void route_row(const Experts& e, const float* logits, int32_t* ids, float* shares) {
+  const int64_t count = e.router.out_features;
+  std::vector<float> scores(logits, logits + count), choice(logits, logits + count);
+  float total = e.sum_offset;
+  if (e.sigmoid) {
+    for (float& score : scores) score = 1.0f / (1.0f + std::exp(-score));
+  } else {
+    const float largest = *std::max_element(logits, logits + count);
+    float sum = 0.0f;
+    for (float& score : scores) sum += score = std::exp(score - largest);
+    // Normalised shares need no common divisor but their own, unless the correction is of whole scores.
+    if (!e.normalised || e.correction)
+      for (float& score : scores) score /= sum;
+  }
+  if (e.sigmoid || e.correction)
+    for (int64_t i = 0; i < count; ++i) choice[size_t(i)] = scores[size_t(i)] + (e.correction ? e.correction[i] : 0.0f);
+  if (e.num_groups > 1) choose_groups(e, choice.data(), count);
+  for (int64_t rank = 0; rank < e.per_token; ++rank) {
+    ids[rank] = int32_t(take_best(choice.data(), count));
+    total += shares[rank] = scores[size_t(ids[rank])];
+  }
+  for (int64_t rank = 0; rank < e.per_token; ++rank)
+    shares[rank] = (e.normalised ? shares[rank] / total : shares[rank]) * e.scale;
+}
+
+// A row's logits, widened if they were rounded.
+void route(const Experts& e, const void* logits, int64_t row, int32_t* ids, float* shares) {
+  const int64_t count = e.router.out_features;
+  if (e.float_router) return route_row(e, (const float*)logits + row * count, ids, shares);
+  std::vector<float> wide(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = uint32_t(((const uint16_t*)logits)[row * count + i]) << 16;
+    std::memcpy(&wide[size_t(i)], &bits, sizeof bits);
+  }
+  route_row(e, wide.data(), ids, shares);
 }
 
 // Gives each chosen (row, rank) a place, those of one expert side by side, and makes the products of experts that have
@@ -69,10 +140,13 @@ void experts(const Experts& e, const void* x, void* out, int64_t rows, Activatio
   const int64_t hidden = router.in_features, ranks = e.per_token, inner = e.down[0].in_features;
   const bool one_row = rows == 1;  // every expert reads it where it is
   ExpertProducts& products = b.products[layer];
-  linear({&router, x, b.logits, rows, hidden, nullptr}, crew);
-  crew.share(rows, grain(router.out_features), [&](int64_t row) {
-    route_row(e, (const bf16*)b.logits + row * router.out_features, b.ids + row * ranks, b.shares + row * ranks);
-  });
+  if (e.float_router) {
+    all_float_logits(e, (const bf16*)x, rows, (float*)b.logits, crew);
+  } else {
+    linear({&router, x, b.logits, rows, hidden, nullptr}, crew);
+  }
+  crew.share(rows, grain(router.out_features),
+             [&](int64_t row) { route(e, b.logits, row, b.ids + row * ranks, b.shares + row * ranks); });
   crew.share(1, [&](int64_t) {
     if (one_row) std::memcpy(b.gathered, x, size_t(hidden) * sizeof(bf16));
     group(e, rows, one_row, b, products);

@@ -182,12 +182,16 @@ struct Linear {
   const void* after;  // the weight that is read next, if known: memory is asked for it in time
 };
 
-// The experts of one layer.
+// The experts of one layer, chosen as raydix/kernels/routing.py says.
 struct Experts {
-  Weight router;  // hidden -> one logit for each expert
+  Weight router;  // hidden -> one logit for each expert, rounded; of a float router the sizes alone
+  const float* float_router;  // [experts, hidden]; null: none
+  const float* correction;    // [experts], added to the scores by which experts are chosen; null: none
   std::vector<Weight> gate_up, down;
   int64_t per_token;
-  bool normalised;  // the shares of a token's experts add up to one; otherwise they are those among all experts
+  bool normalised, sigmoid;
+  int64_t num_groups, top_groups, group_best;
+  float scale, sum_offset;
 };
 
 // The products of those experts of one layer that have rows.
@@ -195,7 +199,8 @@ struct ExpertProducts {
   std::vector<Linear> first, second;
 };
 
-// What the phases of `experts` hand to each other. Of one logit for each row and expert, or for each row and rank.
+// What the phases of `experts` hand to each other. Of one logit for each row and expert, or for each row and rank. Logits
+// are float32 of a float router, else bfloat16.
 struct ExpertBuffers {
   void *logits, *gathered, *wide, *activated, *outputs;
   int32_t* ids;

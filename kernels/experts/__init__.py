@@ -6,15 +6,17 @@ experts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from raydix.kernels.cpp import cpu_ops
 from raydix.kernels.experts.reference import experts_reference, route_reference
 from raydix.kernels.linear import Layout, PackedLinear, linear
+from raydix.kernels.routing import Routing
 from raydix.kernels.silu_and_mul import KINDS, silu_and_mul
 
 __all__ = ["PackedExperts", "experts", "experts_reference", "pack_experts"]
@@ -24,52 +26,73 @@ __all__ = ["PackedExperts", "experts", "experts_reference", "pack_experts"]
 class PackedExperts:
     """The experts of one layer; make them with `pack_experts`."""
 
-    router: PackedLinear
+    router: PackedLinear | Tensor
+    """A product whose logits are rounded to the input's dtype; or [num_experts, hidden] float32, of which they are
+    not."""
+    correction: Tensor | None
+    """[num_experts] float32: added to the scores by which experts are chosen."""
     gate_up: tuple[PackedLinear, ...]
     down: tuple[PackedLinear, ...]
-    per_token: int
-    normalised: bool
-    """A token's shares add up to one; otherwise they are its experts' shares among all."""
+    routing: Routing
     activation: str
     handle: Any | None
     """Weights packed for the C++ kernels; None: they do not compute these products."""
 
     def products(self) -> tuple[PackedLinear, ...]:
-        return (self.router, *self.gate_up, *self.down)
+        routers = () if isinstance(self.router, Tensor) else (self.router,)
+        return (*routers, *self.gate_up, *self.down)
 
 
 def pack_experts(
-    router: PackedLinear,
+    router: PackedLinear | Tensor,
     gate_up: Sequence[PackedLinear],
     down: Sequence[PackedLinear],
-    per_token: int,
+    routing: Routing,
     *,
-    normalised: bool,
+    correction: Tensor | None = None,
     activation: str = "silu",
 ) -> PackedExperts:
-    """Put the packed weights of a layer's experts together. Raises `ValueError` on shapes that do not fit."""
-    handle = None
-    if all(product.layout is Layout.PANELS for product in (router, *gate_up, *down)):
-        ops = cpu_ops()
-        assert ops is not None
-        first, second = [product.as_tuple() for product in gate_up], [product.as_tuple() for product in down]
-        handle = ops.make_experts(router.as_tuple(), first, second, per_token, normalised, KINDS.index(activation))
-    return PackedExperts(
+    """Put the packed weights of a layer's experts together, see `PackedExperts`. Raises `ValueError` on shapes that do
+    not fit, and for a choice that cannot be made."""
+    routing.check(len(down))
+    packed = PackedExperts(
         router=router,
+        correction=correction,
         gate_up=tuple(gate_up),
         down=tuple(down),
-        per_token=per_token,
-        normalised=normalised,
+        routing=routing,
         activation=activation,
-        handle=handle,
+        handle=None,
     )
+    if any(product.layout is not Layout.PANELS for product in packed.products()):
+        return packed
+    ops = cpu_ops()
+    assert ops is not None
+    handle = ops.make_experts(
+        router if isinstance(router, Tensor) else router.as_tuple(),
+        [product.as_tuple() for product in gate_up],
+        [product.as_tuple() for product in down],
+        correction,
+        (
+            routing.per_token,
+            routing.normalised,
+            routing.score == "sigmoid",
+            routing.num_groups,
+            routing.top_groups,
+            routing.group_best,
+            routing.scale,
+            routing.sum_offset,
+        ),
+        KINDS.index(activation),
+    )
+    return replace(packed, handle=handle)
 
 
 def experts(x: Tensor, packed: PackedExperts) -> Tensor:
     """Sum what its experts make of each row of `x` [num_tokens, hidden]. The result has the shape and dtype of `x`.
 
-    Logits are rounded to x's dtype, as the published implementations do; routing and the sum are in float32. Raises
-    `ValueError` on a wrong width and `TypeError` on a wrong dtype.
+    Routing and the sum are in float32; logits are, too, or are rounded to x's dtype, as the published implementations
+    do. Raises `ValueError` on a wrong width and `TypeError` on a wrong dtype.
     """
     if packed.handle is not None:
         ops = cpu_ops()
@@ -81,8 +104,9 @@ def experts(x: Tensor, packed: PackedExperts) -> Tensor:
 
 def _expert_by_expert(x: Tensor, packed: PackedExperts) -> Tensor:
     """Compute a pair of products for each expert that some row has chosen."""
-    ranks = packed.per_token
-    ids, shares = route_reference(linear(x, packed.router), ranks, normalised=packed.normalised)
+    ranks, router = packed.routing.per_token, packed.router
+    logits = functional.linear(x.float(), router) if isinstance(router, Tensor) else linear(x, router)
+    ids, shares = route_reference(logits, packed.routing, packed.correction)
     chosen = ids.flatten()
     places = torch.sort(chosen, stable=True).indices  # index // ranks is the row, index % ranks the rank
     groups = torch.split(places, torch.bincount(chosen, minlength=len(packed.down)).tolist())

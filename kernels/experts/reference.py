@@ -6,21 +6,34 @@ import torch
 from torch import Tensor
 
 from raydix.kernels.linear.reference import linear_reference
+from raydix.kernels.routing import Routing
 from raydix.kernels.silu_and_mul.reference import silu_and_mul_reference
 
 
-def route_reference(logits: Tensor, per_token: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
+def route_reference(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts of each row of `logits` [num_tokens, num_experts], best first, and their shares: two
     [num_tokens, per_token].
 
-    In float32. Of equal logits the one with the lower index comes first. Shares are the softmax over all experts, or
-    if `normalised` over those that were chosen.
+    In float32. Experts are chosen by their scores, with `correction` [num_experts] added to these; shares are made of
+    the scores as they are. Of equals the one with the lower index comes first.
     """
-    order = torch.sort(logits.float(), dim=1, descending=True, stable=True)
-    ids, best = order.indices[:, :per_token], order.values[:, :per_token]
-    if normalised:
-        return ids, best.softmax(1)
-    return ids, logits.float().softmax(1).gather(1, ids)
+    logits = logits.float()
+    scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(1)
+    # Of logits the softmax keeps the order, but rounds some to equals.
+    choice = logits if routing.score == "softmax" and correction is None else scores
+    if correction is not None:
+        choice = scores + correction
+    if routing.num_groups > 1:
+        groups = choice.unflatten(1, (routing.num_groups, -1))
+        of_group = groups.topk(routing.group_best).values.sum(2)
+        best = torch.sort(of_group, dim=1, descending=True, stable=True).indices[:, : routing.top_groups]
+        others = torch.ones_like(of_group, dtype=torch.bool).scatter(1, best, value=False)
+        choice = groups.masked_fill(others[:, :, None], -torch.inf).flatten(1)
+    ids = torch.sort(choice, dim=1, descending=True, stable=True).indices[:, : routing.per_token]
+    shares = scores.gather(1, ids)
+    if routing.normalised:
+        shares = shares / (shares.sum(1, keepdim=True) + routing.sum_offset)
+    return ids, shares * routing.scale
 
 
 def experts_reference(
@@ -28,17 +41,19 @@ def experts_reference(
     router: Tensor,
     gate_up: Sequence[Tensor],
     down: Sequence[Tensor],
-    per_token: int,
+    routing: Routing,
+    correction: Tensor | None = None,
     *,
-    normalised: bool,
     activation: str = "silu",
 ) -> Tensor:
     """Row by row, the sum over the row's experts of share * down(act(gate(x)) * up(x)), added in order of rank.
 
-    `x` [num_tokens, hidden]; `router` [num_experts, hidden]; of each expert `gate_up` [2 * intermediate, hidden] and
+    `x` [num_tokens, hidden]; `router` [num_experts, hidden], in float32 if its logits are not to be rounded to x's
+    dtype; `correction` [num_experts]; of each expert `gate_up` [2 * intermediate, hidden] and
     `down` [hidden, intermediate]. Each product is rounded to x's dtype, the sum is in float32 and rounded once.
     """
-    ids, shares = route_reference(linear_reference(x, router, None), per_token, normalised=normalised)
+    logits = linear_reference(x, router, None) if router.dtype == x.dtype else x.float() @ router.T
+    ids, shares = route_reference(logits, routing, correction)
     result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for row in range(x.shape[0]):
         for expert, share in zip(ids[row].tolist(), shares[row], strict=True):

@@ -67,6 +67,18 @@ MULTIPLIERS = {
     "residual_multiplier": 0.22,
     "logits_scaling": 8.0,
 }
+# Configurations of a few experts in the way of DeepSeek V3, in two groups, one of them chosen.
+CORRECTED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+}
 
 LONG_ROPE = {
     "rope_type": "longrope",
@@ -143,6 +155,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 3 next": ("Qwen3Next", {**EXPERTS, **SHARED_EXPERT, **DELTA}),
     "qwen 3.5": ("Qwen3_5", DELTA),
     "qwen 3.5 moe": ("Qwen3_5Moe", {**EXPERTS, **SHARED_EXPERT, **DELTA}),
+    "glm 4.5": ("Glm4Moe", {**CORRECTED, "head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
+    "glm 4.5 air": ("Glm4Moe", {**CORRECTED, "head_dim": 32, "n_group": 1, "n_shared_experts": 1}),
     "lfm 2": (
         "Lfm2",
         {
@@ -185,7 +199,7 @@ CASES |= {
 
 LAYER_BY_LAYER = {"olmo 2", "olmo 3", "exaone 4", "exaone 4 without windows", "ministral 3"}
 LAYER_BY_LAYER |= {"olmoe", "qwen 2 moe", "qwen 3 next", "qwen 3.5", "qwen 3.5 moe", "lfm 2"}
-LAYER_BY_LAYER |= {"gemma 4", "gemma 4 large"}
+LAYER_BY_LAYER |= {"gemma 4", "gemma 4 large", "glm 4.5", "glm 4.5 air"}
 LAYER_BY_LAYER |= {case for case in CASES if case.startswith("granite")}
 """Cases with a part that the pass of all layers in one call does not know."""
 
@@ -207,6 +221,8 @@ def reference(case: str, folder: Path) -> tuple[list[int], torch.Tensor]:
             for name, buffer in theirs.named_buffers():
                 if name.endswith("layer_scalar"):
                     buffer.uniform_(0.5, 1.0)
+                if name.endswith("bias"):  # corrections of experts' scores
+                    buffer.add_(0.2 * torch.randn_like(buffer))
         theirs.save_pretrained(folder)
         token_ids = torch.randint(1, 200, (150,))
         with torch.inference_mode():

@@ -196,7 +196,7 @@ def test_layers_of_granite_4() -> None:
     found = config_of({**config, "layer_types": kinds, "num_local_experts": 4, "shared_intermediate_size": 40})
     assert found.recurrent is not None and found.recurrent.layers == (0, 2, 3) and found.attention_layers == (1,)
     assert found.recurrent.memory == MambaConfig(num_heads=4, head_dim=32, num_groups=1, state_size=16)
-    assert found.experts is not None and (found.experts.shared_size, found.experts.shared_gate) == (40, False)
+    assert found.experts is not None and (found.experts.shared_size, found.experts.shared_gate) == (40, None)
     assert found.intermediate_size == 96 and found.rope_of_layer == (None,) * 4, "it knows no positions"
     assert "model.layers.3.shared_mlp.input_linear.weight" in expected_shapes(found)
 
@@ -288,6 +288,14 @@ def test_exaone_rotates_windowed_layers_only_if_there_are_any() -> None:
 def test_granite_multiplies_and_divides() -> None:
     config = config_of({**SMALL, "model_type": "granite", "embedding_multiplier": 12, "logits_scaling": 8})
     assert (config.embedding_scale, config.logit_scale, config.attention_scale) == (12.0, 0.125, 1.0)
+
+
+def test_layers_that_only_draft_stand_behind_the_last_one() -> None:
+    config = config_of({**SMALL, "model_type": "glm4_moe", "num_nextn_predict_layers": 1})
+    names = list(expected_shapes(config))
+    check_names([*names, "model.layers.4.eh_proj.weight", "model.layers.4.mlp.gate.weight"], config, "a folder")
+    with pytest.raises(StartupError, match=r"does not call for: model\.layers\.5\.eh_proj\.weight"):
+        check_names([*names, "model.layers.5.eh_proj.weight"], config, "a folder")
 
 
 def test_gpt_oss_reads_mxfp4_and_no_other_activation() -> None:

@@ -194,6 +194,15 @@ def test_experts_count_with_all_their_weights_and_run_on_cpus_only() -> None:
     assert size_up(on_cpu, moe, large).max_model_len == 40_960
 
 
+def test_experts_for_every_token_count_too_and_layers_that_only_draft_do_not() -> None:
+    """The published GLM-4.5 Air."""
+    moe = model(
+        "glm4_moe", (151_552, 4096, 10_944, 46, 96, 8, 128), 131_072, False, attention_bias=True, n_routed_experts=128
+    )
+    assert 106.8e9 < weight_bytes(moe, "bfloat16", None, on_gpu=False) / 2 < 107.1e9
+    assert moe.draft_layers == 1
+
+
 def test_what_a_context_costs_by_the_model_s_arithmetic() -> None:
     plain = model("llama", (100, 64, 128, 2, 4, 2, 16), 1024, True)
     pair, token = 2 * 4 * 16, 2 * (4 * 16 + 2 * 16) * 64 + 3 * 128 * 64

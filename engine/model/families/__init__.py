@@ -11,6 +11,7 @@ from pathlib import Path
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import STORED_BITS, JsonObject, ModelConfig, read_json, unsupported
+from raydix.engine.model.families.deepseek import GLM4_MOE
 from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED
 from raydix.engine.model.families.gpt_oss import GPT_OSS
@@ -31,6 +32,7 @@ _ALL = (
     *(LFM2, GRANITE_HYBRID),
     *(QWEN2_MOE, QWEN3_NEXT, QWEN3_5_MOE),
     *(QWEN3_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GPT_OSS),
+    GLM4_MOE,
 )
 FAMILIES = {family.model_type: family for family in _ALL}  # supported families by model type
 

@@ -87,7 +87,7 @@ def _granite_hybrid(settings: Settings) -> ModelConfig:
     plain = (GRANITE_MOE if has_experts else GRANITE).describe(settings)
     experts = plain.experts
     if experts is not None:
-        experts = replace(experts, shared_size=shared_size, shared_gate=False)
+        experts = replace(experts, shared_size=shared_size)
     return replace(
         plain,
         mlp_bias=False,

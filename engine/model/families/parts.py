@@ -16,6 +16,7 @@ from raydix.engine.model.config import (
     unsupported,
 )
 from raydix.engine.model.families.family import Settings
+from raydix.kernels.routing import Routing
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -64,20 +65,52 @@ def decoder(settings: Settings) -> ModelConfig:
 
 def experts_of(settings: Settings, layers: Iterable[int] | None = None) -> ExpertsConfig:
     """Describe the experts of the named layers, None: of all, in the words of Qwen 3's configuration."""
-    # Some versions of transformers write the one name for the other.
-    stated = settings.stated.get("num_experts") or settings.stated.get("num_local_experts")
-    num_experts, per_token = int(stated or settings["num_experts"]), int(settings["num_experts_per_tok"])
-    if not 0 < per_token <= num_experts:
-        raise ValueError(f"a token cannot have {per_token} experts of {num_experts}")
+    # Some versions of transformers write one name for the other, and some families have names of their own.
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    num_experts = int(next(filter(None, map(settings.stated.get, names)), settings["num_experts"]))
+    routing = Routing(
+        per_token=int(settings["num_experts_per_tok"]),
+        normalised=bool(settings["norm_topk_prob"]),
+    )
+    routing.check(num_experts)
     every = range(int(settings["num_hidden_layers"]))
+    shared_size = int(settings.get("shared_expert_intermediate_size") or 0)
     return ExpertsConfig(
         num_experts=num_experts,
-        per_token=per_token,
         intermediate_size=int(settings.get("moe_intermediate_size") or settings["intermediate_size"]),
-        normalised=bool(settings["norm_topk_prob"]),
+        routing=routing,
         layers=tuple(every if layers is None else layers),
-        shared_size=int(settings.get("shared_expert_intermediate_size") or 0),
+        shared_size=shared_size,
+        shared_gate="mlp.shared_expert_gate" if shared_size else None,
     )
+
+
+def corrected_experts(settings: Settings, layers: Iterable[int] | None = None) -> ExpertsConfig:
+    """Describe the experts of the named layers, None: of all, as DeepSeek V3 has them: chosen by sigmoids with a
+    correction, from the best groups, and beside them experts for every token."""
+    of_all = experts_of(settings, layers)
+    routing = replace(
+        of_all.routing,
+        score="sigmoid",
+        num_groups=int(settings["n_group"]),
+        top_groups=int(settings["topk_group"]),
+        group_best=2,
+        scale=float(settings["routed_scaling_factor"]),
+    )
+    routing.check(of_all.num_experts)
+    return replace(
+        of_all,
+        routing=routing,
+        shared_size=of_all.intermediate_size * int(settings.get("n_shared_experts") or 0),
+        shared="mlp.shared_experts",
+        float_router=True,
+        correction="mlp.gate.e_score_correction_bias",
+    )
+
+
+def layers_from(settings: Settings, key: str) -> range:
+    """The layers behind the first ones, of which the configuration has the number under `key`: these are dense."""
+    return range(int(settings[key]), int(settings["num_hidden_layers"]))
 
 
 def layer_windows(settings: Settings, window: int | None, is_windowed: Callable[[int], bool]) -> tuple[int | None, ...]:

@@ -24,14 +24,14 @@ REFUSED = (
     ),
     Refused("Qwen 3 VL MoE", ("Qwen3VLMoe",), "checkpoints whose experts are stored transposed, all of a layer as one"),
     Refused(
-        "GLM-4.5 to 4.7, ERNIE 4.5 MoE, dots.llm1, MiniMax M2",
-        ("Glm4Moe", "Ernie4_5_Moe", "Dots1", "MiniMaxM2"),
+        "ERNIE 4.5 MoE, dots.llm1, MiniMax M2",
+        ("Ernie4_5_Moe", "Dots1", "MiniMaxM2"),
         "routing with a correction of each expert's score, and experts for every token",
     ),
     Refused(
         "GLM-4.7 Flash, GLM-5",
         ("Glm4MoeLite", "GlmMoeDsa"),
-        "attention through a latent (MLA), and the routing and experts of GLM-4.5",
+        "attention through a latent (MLA)",
     ),
     Refused("Llama 4", ("Llama4",), "attention in chunks, and routing that scales an expert's input"),
     Refused("Phi 3.5 MoE", ("Phimoe", "PhiMoE"), "layer norms, and routing by sparse mixing"),
