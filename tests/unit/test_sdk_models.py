@@ -19,7 +19,8 @@ from openai.types.responses import CompactedResponse, Response, ResponseItemList
 from openai.types.responses.input_token_count_response import InputTokenCountResponse
 from pydantic import TypeAdapter
 
-from tests.unit.ingress import Replica, Served, body_of, call
+from raydix.engine.core.ingress.parsers import HARMONY, HERMES
+from tests.unit.ingress import Replica, Served, body_of, call, in_harmony
 from tests.unit.served_app import app
 from tests.unit.test_batch_routes import begin as begin_batch
 from tests.unit.test_batch_routes import ended as batch_ended
@@ -32,6 +33,11 @@ from tests.unit.waits import WAIT_S
 __all__ = ["quick", "serving"]
 
 CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
+CHANNELS = (
+    "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.clock <|constrain|>json<|message|>{"zone": "UTC"}'
+)
+"""gpt-oss' form of reasoning, a text and a call."""
 REASONED = "<think>\nhm\n</think>\n\nyes"
 PARAMETERS = {"type": "object", "properties": {"zone": {"type": "string"}}}
 CHAT_TOOL = {"type": "function", "function": {"name": "clock", "parameters": PARAMETERS}}
@@ -55,8 +61,12 @@ def events(body: bytes) -> Iterator[bytes]:
 
 
 def replica_of(answer: str | None = None, *, reasons: bool = False) -> Replica:
-    replica = Replica(max_model_len=LONG, has_reasoning=reasons)
-    if answer is not None:
+    in_channels = answer == CHANNELS
+    tool_format = HARMONY if in_channels else HERMES
+    replica = Replica(max_model_len=LONG, has_reasoning=reasons or in_channels, tool_format=tool_format)
+    if in_channels:
+        replica.dispatcher.answer = in_harmony(CHANNELS)
+    elif answer is not None:
         replica.dispatcher.answer = answer
     return replica
 
@@ -99,6 +109,23 @@ def test_answers(
     for data in events(reply.body):
         if event is not None:
             strictly(event, data)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("path", "route", "whole", "event", "fields"),
+    [row for row in ANSWERS if row[1] != "completion" and "tools" in row[4]],
+    ids=str,
+)
+def test_answers_in_channels(
+    served: Served, path: str, route: str, whole: Any, event: Any, fields: dict[str, Any], stream: bool
+) -> None:
+    limit = {"max_output_tokens": 300} if route == "responses" else {"max_tokens": 300}
+    body = body_of(route, stream=stream, **fields, **limit)
+    reply = served(replica_of(CHANNELS), lambda: call(app, "POST", path, body))
+    assert reply.status == 200
+    for data in events(reply.body) if stream else [reply.body]:
+        strictly(event if stream else whole, data)
 
 
 def test_models_and_embeddings(served: Served) -> None:
