@@ -61,6 +61,15 @@ MAMBA: dict[str, Any] = {
     "shared_intermediate_size": 72,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+NEMOTRON = {
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 32,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "time_step_min": 1e-6,
+}
 MULTIPLIERS = {
     "embedding_multiplier": 12.0,
     "attention_multiplier": 0.0625,
@@ -180,6 +189,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "rope",
         },
     ),
+    "nemotron h": ("NemotronH", {**NEMOTRON, "hybrid_override_pattern": "M-*M-"}),
+    "nemotron h, attention last": ("NemotronH", {**NEMOTRON, "hybrid_override_pattern": "-MM*", "use_bias": True}),
     "gemma 3": ("Gemma3", {**GEMMA3, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
 }
 
@@ -200,7 +211,7 @@ CASES |= {
 LAYER_BY_LAYER = {"olmo 2", "olmo 3", "exaone 4", "exaone 4 without windows", "ministral 3"}
 LAYER_BY_LAYER |= {"olmoe", "qwen 2 moe", "qwen 3 next", "qwen 3.5", "qwen 3.5 moe", "lfm 2"}
 LAYER_BY_LAYER |= {"gemma 4", "gemma 4 large", "glm 4.5", "glm 4.5 air"}
-LAYER_BY_LAYER |= {case for case in CASES if case.startswith("granite")}
+LAYER_BY_LAYER |= {case for case in CASES if case.startswith(("granite", "nemotron"))}
 """Cases with a part that the pass of all layers in one call does not know."""
 
 

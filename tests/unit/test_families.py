@@ -9,7 +9,7 @@ from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import KVHeads, MambaConfig, RopeConfig
 from raydix.engine.model.families import FAMILIES, config_of
 from raydix.engine.model.families.refused import missing_for
-from raydix.engine.model.sizes import check_names, expected_shapes
+from raydix.engine.model.sizes import check_names, expected_shapes, pair_share
 
 SMALL: dict[str, Any] = {
     "vocab_size": 200,
@@ -218,6 +218,48 @@ def test_layers_of_granite_4() -> None:
         config_of({**config, "mamba_d_head": 16})
     with pytest.raises(StartupError, match="4 heads cannot share the states of 3 groups"):
         config_of({**config, "mamba_n_groups": 3})
+
+
+def test_layers_of_nemotron_h() -> None:
+    """Each is one part alone, by the letters of the published files or by transformers 5's names."""
+    config = {**SMALL, "model_type": "nemotron_h", "head_dim": 16, "mamba_num_heads": 4, "n_groups": 2}
+    found = config_of({**config, "hybrid_override_pattern": "M-*-M"})
+    assert found.recurrent is not None and found.recurrent.layers == (0, 4) and found.attention_layers == (2,)
+    assert found.layers_of_mlp == (1, 3) and found.layers_without_mlp == (0, 2, 4)
+    assert found.num_layers == 5 and not found.has_gate and found.rope_of_layer == (None,) * 5
+    shapes = expected_shapes(found)
+    assert shapes["backbone.layers.1.mixer.up_proj.weight"] == (96, 64)
+    assert [name for name in shapes if name.startswith("backbone.layers.3.")] == [
+        f"backbone.layers.3.{name}.weight" for name in ("mixer.up_proj", "mixer.down_proj", "norm")
+    ]
+    assert {"backbone.embeddings.weight", "backbone.norm_f.weight", "lm_head.weight"} < shapes.keys()
+    kinds = ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"]
+    named = config_of({**config, "layers_block_type": kinds})
+    assert named == found == config_of({**config, "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba"]})
+    assert len(config_of(config).layer_windows) == 52, "without any the pattern of the first one"
+
+    for changes, says in (
+        ({"hybrid_override_pattern": "ME"}, r"a layer of experts \(moe\)"),
+        ({"hybrid_override_pattern": "M+"}, r"hybrid_override_pattern has '\+'"),
+        ({"layers_block_type": ["conv"]}, "a layer of the kind 'conv'"),
+        ({"mamba_hidden_act": "gelu"}, "the activation 'gelu' of Mamba-2 layers"),
+        ({"mlp_hidden_act": "relu"}, "the activation 'relu' of NemotronH"),
+    ):
+        with pytest.raises(StartupError, match=says):
+            config_of({**config, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        # Per position that is attended to 2 * 4 heads * 16, over the products of the layers.
+        ({"hybrid_override_pattern": "*"}, 128 / (64 * 64 * 2 + 64 * 32 * 2)),
+        ({"hybrid_override_pattern": "*-"}, 128 / (64 * 64 * 2 + 64 * 32 * 2 + 2 * 96 * 64)),
+    ],
+)
+def test_work_of_layers_that_are_one_part_alone(changes: dict[str, Any], share: float) -> None:
+    config = {**SMALL, "model_type": "nemotron_h", "head_dim": 16, "mamba_num_heads": 4, "n_groups": 2}
+    assert pair_share(config_of({**config, **changes})) == pytest.approx(share)
 
 
 def test_soft_caps_may_be_absent_or_null() -> None:

@@ -19,6 +19,7 @@ from raydix.engine.model.families.granite import GRANITE, GRANITE_HYBRID, GRANIT
 from raydix.engine.model.families.lfm import LFM2
 from raydix.engine.model.families.llama import ERNIE4_5, EXAONE4, GLM, GLM4, HELIUM, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from raydix.engine.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
+from raydix.engine.model.families.nemotron import NEMOTRON_H
 from raydix.engine.model.families.olmo import OLMO2, OLMO3, OLMOE
 from raydix.engine.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 from raydix.engine.model.families.refused import missing_for
@@ -29,7 +30,7 @@ _ALL = (
     *(QWEN2, QWEN3, QWEN3_5, GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
     *(PHI3, SMOLLM3, GLM, GLM4, HELIUM, ERNIE4_5, SEED_OSS),
     *(GRANITE, OLMO2, OLMO3, EXAONE4, MINISTRAL3),
-    *(LFM2, GRANITE_HYBRID),
+    *(LFM2, GRANITE_HYBRID, NEMOTRON_H),
     *(QWEN2_MOE, QWEN3_NEXT, QWEN3_5_MOE),
     *(QWEN3_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GPT_OSS),
     GLM4_MOE,

@@ -18,8 +18,8 @@ REFUSED = (
     Refused("DeepSeek V2 and V3, Kimi K2", ("DeepseekV2", "DeepseekV3"), "attention through a latent (MLA)"),
     Refused("LFM 2 MoE", ("Lfm2Moe",), "routing with a correction of each expert's score"),
     Refused(
-        "Nemotron-H, Falcon H1, Jamba, Bamba, Zamba 2, Mamba",
-        ("NemotronH", "FalconH1", "Jamba", "Bamba", "Zamba2", "Mamba", "Mamba2", "FalconMamba"),
+        "Falcon H1, Jamba, Bamba, Zamba 2, Mamba",
+        ("FalconH1", "Jamba", "Bamba", "Zamba2", "Mamba", "Mamba2", "FalconMamba"),
         "layers with a recurrent state (Mamba)",
     ),
     Refused("Qwen 3 VL MoE", ("Qwen3VLMoe",), "checkpoints whose experts are stored transposed, all of a layer as one"),
