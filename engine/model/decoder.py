@@ -684,7 +684,8 @@ class _Loader:
             names = [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")]
         taps = self._floats(f"{place}{conv}.weight").view(recurrent.channels, recurrent.kernel_size)
 
-        conv_bias, has_bias, memory = None, False, None
+        conv_bias, has_bias = None, False
+        memory: DeltaWeights | MambaWeights | None = None
         if isinstance(described, MambaConfig):
             memory, has_bias = self._mamba(place), described.projection_bias
             conv_bias = self._floats(f"{place}{conv}.bias") if described.conv_bias else None

@@ -92,7 +92,7 @@ def narrowed(case: PagedCase) -> tuple[PagedCase, PagedCase]:
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 40}, {"soft_cap": 2.0}])
 def test_attention_has_the_bits_of_the_widened_caches(
-    dtype: torch.dtype, head_dim: int, options: dict[str, float]
+    dtype: torch.dtype, head_dim: int, options: dict[str, Any]
 ) -> None:
     narrow, wide = narrowed(paged_case([1, 300, 37, 64], head_dim=head_dim, dtype=dtype))
     for chunks in ([Chunk(0, 0, 1), Chunk(1, 290, 300), Chunk(2, 0, 37)], [Chunk(1, 299, 300), Chunk(3, 63, 64)]):

@@ -10,7 +10,6 @@ import pytest
 
 from raydix.engine.core.answers.lead import Lead
 from raydix.engine.core.ingress.parsers import HERMES
-from raydix.engine.core.ingress.parsers.forms import CallGrammar
 from raydix.engine.core.settings import DraftLimits
 from raydix.engine.core.types import Assignment, DraftSource, Grammar, GrammarKind, Sampling, Stage, TokenEvent
 from raydix.engine.core.worker.drafts.draft import Draft
@@ -80,7 +79,7 @@ def requests() -> list[Assignment]:
         "regex": Grammar(GrammarKind.REGEX, "(Ann|Bob)(, (Ann|Bob|[a-z]{1,4})){3,9}"),
         "choice": Grammar(GrammarKind.LARK, 'start: "delivered to Ann" | "delivered to Bob" | "delayed"'),
         "free": None,
-        "call": CallGrammar(HERMES.form, {"report": ORDER}, {}).required(),
+        "call": HERMES.form.grammar({"report": ORDER}, {}).required(),
     }
     return [
         Assignment(

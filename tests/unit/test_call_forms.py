@@ -12,7 +12,8 @@ from raydix.engine.api.spec import GenerationSpec, ToolUse
 from raydix.engine.api.tools import with_calls
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.ingress.parsers import HERMES, LLAMA3, MISTRAL, PYTHONIC, TOOL_FORMATS, ToolFormat
-from raydix.engine.core.ingress.parsers.forms import CallForm, CallGrammar
+from raydix.engine.core.ingress.parsers.forms import CallForm
+from raydix.engine.core.ingress.parsers.harmony_forms import HarmonyForm
 from raydix.engine.core.types import Grammar, GrammarKind
 from tests.unit.test_tool_parsers import summary
 
@@ -113,7 +114,7 @@ def use(**fields: Any) -> ToolUse:
     return ToolUse(TOOLS.definitions, **fields)
 
 
-def called(asked: GenerationSpec, tools: ToolUse, form: CallForm) -> tuple[Grammar | None, str | None]:
+def called(asked: GenerationSpec, tools: ToolUse, form: CallForm | HarmonyForm) -> tuple[Grammar | None, str | None]:
     """The form of the answer to a request with these tools, and the field that it comes from."""
     spec = with_calls(replace(asked, tools=tools), form, {})
     return spec.sampling.grammar, spec.grammar_param
@@ -156,7 +157,7 @@ def test_forms_that_exclude_each_other() -> None:
 
 
 def test_arguments_are_written_as_templates_write_them() -> None:
-    grammar = CallGrammar(HERMES.form, {"f": {"properties": {"a": {}, "b": {}}}}, {}).required()
+    grammar = HERMES.form.grammar({"f": {"properties": {"a": {}, "b": {}}}}, {}).required()
     arguments = {"a": [1, {"x": "y"}], "b": None}
     assert takes(grammar, written(HERMES, ("f", json.dumps(arguments))))
     assert not takes(grammar, written(HERMES, ("f", json.dumps(arguments, indent=1))))

@@ -8,7 +8,6 @@ from llguidance import LLMatcher, LLTokenizer
 
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.ingress.parsers import HERMES
-from raydix.engine.core.ingress.parsers.forms import CallGrammar
 from raydix.engine.core.types import Grammar, GrammarKind
 from raydix.engine.model.grammar_source import GrammarError, canonical, first_words, native_source, structural_tag_lark
 from raydix.engine.serving.grammar_check import check_grammar, check_in_small_stack
@@ -40,11 +39,11 @@ def grammar(kind: GrammarKind, source: object) -> Grammar:
 @pytest.mark.parametrize("special", [{}, {"<tool_call>": 300, "</tool_call>": 301}])
 def test_grammars_of_calls(special: dict[str, int]) -> None:
     form, schema = HERMES.form, {"properties": {"x": {"type": "string"}}}
-    calls = CallGrammar(form, {"f": schema, "g": {}}, special)
+    calls = form.grammar({"f": schema, "g": {}}, special)
     for valid in (calls.required(), calls.among_text(), calls.or_json({"type": "object"})):
         check_grammar(valid, "tools")
     with pytest.raises(RequestError, match="cannot be compiled") as caught:
-        check_grammar(CallGrammar(form, {"f": {"properties": {"x": {"not": {}}}}}, special).required(), "tools")
+        check_grammar(form.grammar({"f": {"properties": {"x": {"not": {}}}}}, special).required(), "tools")
     assert caught.value.param == "tools"
 
 

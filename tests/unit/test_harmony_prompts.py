@@ -146,9 +146,10 @@ def test_other_facts_of_the_system_message() -> None:
     assert text.startswith(
         "<|start|>system<|message|>You are Ada.\nKnowledge cutoff: 2024-06\nCurrent date: 2026-01-02"
     )
-    for name, value in (("model_identity", 5), ("conversation_start_date", []), ("builtin_tools", ["python"])):
+    wrong: dict[str, Any] = {"model_identity": 5, "conversation_start_date": [], "builtin_tools": ["python"]}
+    for name, value in wrong.items():
         with pytest.raises(RequestError) as caught:
-            text_of([USER], **{name: value})
+            text_of([USER], (), **{name: value})
         assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
