@@ -1,6 +1,7 @@
 """A mixture of experts: against the specification, and rows against the number of rows."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def test_groups_are_chosen_before_experts() -> None:
         ({"num_groups": 3, "group_best": 4}, "too small"),
     ],
 )
-def test_choices_that_cannot_be_made_are_named(changes: dict[str, int], says: str) -> None:
+def test_choices_that_cannot_be_made_are_named(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         replace(PLAIN, **changes).check(NUM)
 
