@@ -57,18 +57,12 @@ def size_up(config: Config, model: ModelConfig, machine: Machine) -> Sizes:
     Raises:
         StartupError: nothing of use fits, or a configured number does not; says what would.
     """
-    if model.experts is not None and any(
+    if model.cpu_only is not None and any(
         runs_on_gpu(config, each, machine) for each in config.workers.sections.values()
     ):
         raise StartupError(
-            f"{model.architecture} has experts, which run on CPUs only: set workers.*.device to cpu, or take a model "
-            "without experts"
-        )
-    if model.recurrent is not None and any(
-        runs_on_gpu(config, each, machine) for each in config.workers.sections.values()
-    ):
-        raise StartupError(
-            f"{model.architecture} has recurrent layers, which run on CPUs only: set workers.*.device to cpu"
+            f"{model.architecture} has {model.cpu_only}, which run on CPUs only: set workers.*.device to cpu, or take "
+            "another model"
         )
     if config.model.adapters:
         model.check_takes_adapters()

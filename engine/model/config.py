@@ -193,6 +193,33 @@ class RecurrentConfig:
         return self.channels if self.memory is None else self.memory.values
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Attention through a latent (MLA, arXiv 2405.04434): keys and values of all heads are made of one vector."""
+
+    rank: int
+    """Numbers of the latent."""
+    rope_dim: int
+    """Dimensions of the one key that is rotated, for all heads, and of the part of each query for it."""
+    nope_dim: int
+    """Dimensions of a head's query and key that are not rotated."""
+    value_dim: int
+    """Dimensions of a head's value."""
+    query_rank: int | None
+    """Numbers that the queries of all heads are made of; None: these are made of the layer's input."""
+    norm_eps: float = 1e-6
+    """Of the norms of these two vectors."""
+
+    @property
+    def query_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def row_dim(self) -> int:
+        """Numbers that are kept of a position."""
+        return self.rank + self.rope_dim
+
+
 @dataclass(frozen=True, slots=True)
 class KVHeads:
     """The keys and values of one layer."""
@@ -201,6 +228,13 @@ class KVHeads:
     """Heads of keys, and of values."""
     dim: int
     """Dimensions of a head, queries' too."""
+    has_values: bool = True
+    """Values are kept beside keys; otherwise keys are values, too (a latent)."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of `dim` numbers that are kept of a position."""
+        return (1 + self.has_values) * self.num
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +307,8 @@ class ModelConfig:
     are none."""
     layer_scalars: bool = False
     """Each layer multiplies the residual stream by a stored number at its end."""
+    latent: LatentConfig | None = None
+    """None: keys and values are of heads."""
     experts: ExpertsConfig | None = None
     stored_bits: float | None = None
     """Of a weight, in memory and on average, if matrices are kept as a file of few bits has them; None: the model comes
@@ -330,7 +366,13 @@ class ModelConfig:
         """The heads of a layer with attention."""
         if self.unlimited_heads is not None and self.layer_windows[index] is None:
             return self.unlimited_heads
+        if self.latent is not None:
+            return KVHeads(1, self.latent.row_dim, has_values=False)
         return KVHeads(self.num_kv_heads, self.head_dim)
+
+    def rotated_dim(self, index: int) -> int:
+        """Dimensions of the heads that a layer's rotary table is for."""
+        return self.kv_heads(index).dim if self.latent is None else self.latent.rope_dim
 
     def has_values(self, index: int) -> bool:
         """True for a layer with a projection of values beside that of keys."""
@@ -347,6 +389,7 @@ class ModelConfig:
         parts = {
             "experts": self.experts is not None,
             "recurrent layers": self.recurrent is not None,
+            "latents in the place of KV": self.latent is not None,
             "layers of different shapes": not self.is_uniform,
         }
         return next((name for name, has in parts.items() if has), None)
@@ -355,6 +398,8 @@ class ModelConfig:
         """Raise `StartupError` if no adapter can be computed with the model."""
         if self.recurrent is not None:
             raise StartupError(f"{self.architecture} has recurrent layers, which take no adapters")
+        if self.latent is not None:
+            raise StartupError(f"{self.architecture} has attention through latents, which takes no adapters")
         if not self.is_uniform:
             raise StartupError(f"{self.architecture} has layers of different shapes, which take no adapters")
 

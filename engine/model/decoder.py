@@ -25,6 +25,7 @@ from raydix.engine.core.settings import Quantization
 from raydix.engine.model.config import (
     DeltaConfig,
     ExpertsConfig,
+    LatentConfig,
     MambaConfig,
     ModelConfig,
     RecurrentConfig,
@@ -32,15 +33,17 @@ from raydix.engine.model.config import (
 )
 from raydix.engine.model.families import read_config
 from raydix.engine.model.kv_pool import KVPool
+from raydix.engine.model.latent import latent_queries, latent_values, store_latents
 from raydix.engine.model.lora import Lora, LoraLoader, LoraRows, add_loras
 from raydix.engine.model.packed_weights import mxfp4
-from raydix.engine.model.sizes import BLOCKS, LAYER_EMBEDDING, SCALES
+from raydix.engine.model.sizes import BLOCKS, LATENT_MAPS, LAYER_EMBEDDING, SCALES
 from raydix.engine.model.state_pool import StatePool
 from raydix.engine.model.weights import Checkpoint, TensorSource
 from raydix.kernels.decoder_pass import (
     DecoderPass,
     DeltaWeights,
     DenseMLP,
+    LatentWeights,
     LayerWeights,
     MambaWeights,
     OwnInput,
@@ -333,6 +336,9 @@ class Decoder:
         layer = self._layers[index]
         if layer.qkv is None:
             return x_TE
+        if layer.latent is not None:
+            projected = linear(x_TE, layer.qkv)
+            return self._latent_attention(projected, layer.latent, index, batch, pool, wants_nothing=wants_nothing)
         if layer.recurrent is None:
             return self._attention(x_TE, layer.qkv, index, batch, pool, wants_nothing=wants_nothing)
         assert states is not None and batch.states is not None, "recurrent layers need a pool of states"
@@ -395,6 +401,28 @@ class Decoder:
             return x_TE
         attended_TE = self._attend(query_THD, layer, keys, values, batch).flatten(1)
         return attended_TE if gate_TE is None else _gated(attended_TE, gate_TE, "sigmoid")
+
+    def _latent_attention(
+        self,
+        projected: Tensor,
+        weights: LatentWeights,
+        index: int,
+        batch: ForwardBatch,
+        pool: KVPool,
+        *,
+        wants_nothing: bool,
+    ) -> Tensor:
+        """As `_attention`, through latents. `projected`: what the layer's input projection gives."""
+        of, layer = self.config.latent, self._layers[index]
+        assert of is not None
+        latents, _ = pool.layers[self._places[index]]
+        query, row_TD = projected.split([projected.shape[1] - of.row_dim, of.row_dim], dim=1)
+        cos_sin = layer.cos_sin[batch.positions]
+        store_latents(row_TD, weights, of, cos_sin, latents, batch.slot_mapping)
+        if wants_nothing:
+            return projected
+        attended_THD = self._attend(latent_queries(query, weights, of, cos_sin), layer, latents, latents, batch)
+        return latent_values(attended_THD, weights, of)
 
     def _recurrence(
         self,
@@ -614,13 +642,16 @@ class _Loader:
     def layer(self, index: int) -> LayerWeights:
         """Load the weights of one layer, with the norm that follows it."""
         config, prefix, norms = self._config, f"model.layers.{index}.", self._config.norms
-        rope, head_dim = config.rope_of_layer[index], config.kv_heads(index).dim
+        rope, head_dim = config.rope_of_layer[index], config.rotated_dim(index)
         is_last, stores = index == config.num_layers - 1, not config.shares_kv(index)
-        recurrent, qkv, output = None, None, None
+        recurrent, latent, qkv, output = None, None, None, None
         if config.recurrent is not None and index in config.recurrent.layers:
             recurrent, qkv, output = self._recurrent(prefix, config.recurrent)
         elif index not in config.layers_of_mlp:
-            qkv = self._qkv(f"{prefix}self_attn.", index)
+            if config.latent is None:
+                qkv = self._qkv(f"{prefix}self_attn.", index)
+            else:
+                latent, qkv = self._latent(f"{prefix}self_attn.", config.latent)
             output = self._packed([f"{prefix}self_attn.o_proj"], bias=config.attention_output_bias)
         has_head_norms = config.qk_norm and recurrent is None and qkv is not None
         mlp: DenseMLP | PackedExperts | None = None
@@ -652,6 +683,7 @@ class _Loader:
             v_norm=torch.ones(head_dim, device=self._device) if config.value_norm and stores else None,
             own_input=self._own_input(prefix) if config.layer_input_size else None,
             scalar=self.tensor(f"{prefix}layer_scalar").clone() if config.layer_scalars else None,
+            latent=latent,
         )
 
     def layer_inputs(self) -> LayerInputs | None:
@@ -834,10 +866,44 @@ class _Loader:
         # The rows are put in the kernels' order once here, instead of shuffling each query and key in each step.
         return self._packed(names, bias=config.attention_bias, order=_qkv_order(config, index))
 
+    def _latent(self, prefix: str, of: LatentConfig) -> tuple[LatentWeights, PackedLinear]:
+        """The weights of attention through a latent, and its layer's input projection: of queries, or what they are
+        made of, and of latents."""
+        num_heads = self._config.num_heads
+        order = rotary_order(of.rope_dim, interleaved=self._config.rope.interleaved)
+        # Rotated dimensions stand behind the others, in each query and in a row of the pool.
+        of_head = torch.cat((torch.arange(of.nope_dim), of.nope_dim + order))
+        queries = (torch.arange(num_heads)[:, None] * of.query_dim + of_head).flatten()
+        row = torch.cat((torch.arange(of.rank), of.rank + order))
+
+        name = "q_proj" if of.query_rank is None else "q_a_proj"
+        first = queries if of.query_rank is None else torch.arange(of.query_rank)
+        inputs = self._packed(
+            [f"{prefix}{name}", f"{prefix}kv_a_proj_with_mqa"],
+            bias=self._config.attention_bias,
+            order=torch.cat((first, len(first) + row)),
+        )
+        query, query_norm = None, None
+        if of.query_rank is not None:
+            query_norm = self.norm(f"{prefix}q_a_layernorm")
+            query = self._packed([f"{prefix}q_b_proj"], bias=False, order=queries)
+
+        # [H, N + value_dim, L]; they keep their bits, for a part of them is transposed.
+        maps = self.tensor(f"{prefix}{LATENT_MAPS}.weight").unflatten(0, (num_heads, -1))
+        keys, values = maps.split([of.nope_dim, of.value_dim], dim=1)
+        weights = LatentWeights(
+            norm=self.norm(f"{prefix}kv_a_layernorm"),
+            query_norm=query_norm,
+            query=query,
+            keys=tuple(pack_weight(head.T.contiguous(), deterministic=self._deterministic) for head in keys),
+            values=tuple(pack_weight(head.contiguous(), deterministic=self._deterministic) for head in values),
+        )
+        return weights, inputs
+
     def _head_norm(self, name: str, head_dim: int, rope: RopeConfig | None) -> Tensor:
-        """A norm of q or k heads, in the order of the heads' rows."""
+        """A norm of q or k heads, of each or over all, in the order of the heads' rows."""
         weight, order = self.norm(name), _head_order(head_dim, rope)
-        return weight if order is None else weight[order.to(self._device)]
+        return weight if order is None else weight.view(-1, head_dim)[:, order.to(self._device)].flatten()
 
     def _packed(self, names: list[str], *, bias: bool, order: Tensor | None = None) -> PackedLinear:
         """Some projections as one, one below the other, or their rows in another order."""

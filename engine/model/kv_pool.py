@@ -28,9 +28,10 @@ class KVPool:
     """Keys and values of `num_blocks` blocks of `block_size` token positions, for every layer that keeps them.
 
     The tensor is block-major, [num_blocks, num_attention_layers, 2, num_kv_heads, block_size, head_dim]: a block is one
-    contiguous run of `block_bytes` bytes, so exporting and importing blocks are plain copies, whatever the model. Of a
-    model whose layers have different heads it is [num_blocks, numbers], the layers of a block one after the other. In
-    int8 a head's row has its numbers and its factor (`raydix.kernels.narrow_kv`) in the place of head_dim numbers.
+    contiguous run of `block_bytes` bytes, so exporting and importing blocks are plain copies, whatever the model. Of
+    latents there is 1 in the place of 2. Of a model whose layers have different heads it is [num_blocks, numbers], the
+    layers of a block one after the other. In int8 a head's row has its numbers and its factor
+    (`raydix.kernels.narrow_kv`) in the place of head_dim numbers.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class KVPool:
     ) -> None:
         heads = [config.kv_heads(index) for index in config.attention_layers]
         behind = FACTOR_BYTES if dtype == torch.int8 else 0
-        shapes = [(2, each.num, block_size, each.dim + behind) for each in heads]
+        shapes = [(1 + each.has_values, each.num, block_size, each.dim + behind) for each in heads]
         is_uniform = len(set(heads)) == 1
         shape = (num_blocks, len(shapes), *shapes[0]) if is_uniform else (num_blocks, sum(map(math.prod, shapes)))
         self.num_blocks = num_blocks
@@ -56,8 +57,8 @@ class KVPool:
         flat = self.data.view(num_blocks, -1)
         parts = torch.split(flat, [math.prod(shape) for shape in shapes], dim=1)
         by_layer = [part.view(num_blocks, *shape) for part, shape in zip(parts, shapes, strict=True)]
-        self.layers = tuple((layer[:, 0], layer[:, 1]) for layer in by_layer)
-        """Keys and values of each layer that keeps them, in the layers' order."""
+        self.layers = tuple((layer[:, 0], layer[:, -1]) for layer in by_layer)
+        """Keys and values of each layer that keeps them, in the layers' order; latents are both."""
 
     def export_blocks(self, block_ids: Sequence[int]) -> ByteArray:
         """The bytes of the given blocks one after the other: [len(block_ids) * block_bytes] uint8."""

@@ -9,7 +9,14 @@ from dataclasses import replace
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import Quantization
-from raydix.engine.model.config import DeltaConfig, ExpertsConfig, MambaConfig, ModelConfig, RecurrentConfig
+from raydix.engine.model.config import (
+    DeltaConfig,
+    ExpertsConfig,
+    LatentConfig,
+    MambaConfig,
+    ModelConfig,
+    RecurrentConfig,
+)
 from raydix.engine.model.packed_weights import MXFP4_BITS
 
 # Bytes of one number of each dtype that a model may compute in.
@@ -20,6 +27,7 @@ LOGITS_BYTES = 3 * 4  # bytes of one logit while rows are sampled: in float32, a
 BLOCKS, SCALES = "_blocks", "_scales"
 # Names below a layer of two tensors with all its experts.
 STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+LATENT_MAPS = "kv_b_proj"  # name of the projection from latents to keys and values
 STATE_SHARE = 0.5  # share of a pool's memory that recurrent states may take
 MOST_SNAPSHOTS = 256  # recurrent states beside those of running requests, at most
 MXFP4_COLUMNS = 32  # columns of one block
@@ -72,6 +80,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """The tensors of one layer's attention, by their names below the layer."""
+    if config.latent is not None:
+        return _latent_shapes(config, config.latent)
     heads = config.kv_heads(layer)
     query_size, kv_size = config.num_heads * heads.dim, heads.num * heads.dim
     # With a gate for each head the q projection has twice the rows.
@@ -90,6 +100,22 @@ def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, .
     if config.attention_sinks:
         shapes["self_attn.sinks"] = (config.num_heads,)
     return shapes
+
+
+def _latent_shapes(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of attention through a latent, by their names below the layer."""
+    hidden, rank, queries = config.hidden_size, latent.query_rank, config.num_heads * latent.query_dim
+    values, bias = config.num_heads * latent.value_dim, config.attention_bias
+    shapes: dict[str, tuple[int, ...]] = {"self_attn.kv_a_layernorm.weight": (latent.rank,)}
+    shapes |= _projections({"kv_a_proj_with_mqa": latent.row_dim}, hidden, "self_attn", has_bias=bias)
+    maps = {LATENT_MAPS: config.num_heads * latent.nope_dim + values}
+    shapes |= _projections(maps, latent.rank, "self_attn", has_bias=False)
+    shapes |= _projections({"o_proj": hidden}, values, "self_attn", has_bias=config.attention_output_bias)
+    if rank is None:
+        return shapes | _projections({"q_proj": queries}, hidden, "self_attn", has_bias=bias)
+    shapes |= _projections({"q_a_proj": rank}, hidden, "self_attn", has_bias=bias)
+    shapes["self_attn.q_a_layernorm.weight"] = (rank,)
+    return shapes | _projections({"q_b_proj": queries}, rank, "self_attn", has_bias=False)
 
 
 def _mlp_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
@@ -234,7 +260,8 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: Quantization | N
     shapes = expected_shapes(config)
     # Tables that are embedded from keep their bits.
     embedding = config.stored_name(_EMBEDDING)
-    unrounded = (embedding, LAYER_EMBEDDING)
+    # So do the maps from a latent and to it, of which a part is transposed.
+    unrounded = (embedding, LAYER_EMBEDDING, f"{LATENT_MAPS}.weight")
     router = "" if config.experts is None else config.stored_name(f"{config.experts.router}.weight")
     router_width = 4 if config.experts is not None and config.experts.float_router else width
     head = "lm_head.weight"
@@ -260,7 +287,7 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: Quantization | N
         else:
             total += width * math.prod(shape)
     dims = {
-        (repr(rope), config.kv_heads(layer).dim): config.kv_heads(layer).dim
+        (repr(rope), config.rotated_dim(layer)): config.rotated_dim(layer)
         for layer, rope in enumerate(config.rope_of_layer)
     }
     return total + sum(dims.values()) * config.max_position * 4
@@ -279,6 +306,8 @@ def step_bytes(config: ModelConfig, token_budget: int, max_requests: int) -> int
         if config.experts.shared_size:
             inner += 3 * config.experts.shared_size + 4 * config.hidden_size
     mixed = (2 + config.attention_gate) * queries + keys
+    if (latent := config.latent) is not None:  # queries before they are mapped, and values
+        mixed += (latent.query_rank or 0) + config.num_heads * (latent.query_dim + latent.value_dim)
     if (recurrent := config.recurrent) is not None:  # projected, convolved, in and behind the memory, gated
         mixed = max(mixed, recurrent.projected + 2 * recurrent.channels + 4 * recurrent.mixed)
     widest = 4 * config.hidden_size + mixed + inner
@@ -290,8 +319,8 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
     """Bytes of one block: keys and values of all layers that keep them, in the model's dtype or another one for KV."""
     heads = [config.kv_heads(layer) for layer in config.attention_layers]
     if dtype == "int8":
-        return 2 * sum(each.num * (each.dim + FACTOR_BYTES) for each in heads) * block_size
-    return 2 * sum(each.num * each.dim for each in heads) * block_size * DTYPE_BYTES[dtype]
+        return sum(each.rows * (each.dim + FACTOR_BYTES) for each in heads) * block_size
+    return sum(each.rows * each.dim for each in heads) * block_size * DTYPE_BYTES[dtype]
 
 
 def state_bytes(config: ModelConfig) -> int:
@@ -330,6 +359,9 @@ def pair_share(config: ModelConfig) -> float:
     for layer in range(config.num_layers):
         if (recurrent := config.recurrent) is not None and layer in recurrent.layers:
             num_products += (recurrent.projected + recurrent.mixed) * config.hidden_size + 2 * recurrent.memory_size
+        elif config.latent is not None:
+            num_products += _latent_products(config, config.latent)
+            num_paired += config.num_heads * (config.latent.row_dim + config.latent.rank)
         elif layer not in config.layers_of_mlp:
             heads = config.kv_heads(layer)
             own = 0 if config.shares_kv(layer) else heads.num
@@ -342,12 +374,21 @@ def pair_share(config: ModelConfig) -> float:
     return num_paired / num_products if num_products else 0.0
 
 
+def _latent_products(config: ModelConfig, latent: LatentConfig) -> int:
+    """Multiplications for a token in the matrices of one layer's attention through a latent."""
+    inputs = (latent.query_rank or config.num_heads * latent.query_dim) + latent.row_dim
+    per_head = latent.rank * (latent.nope_dim + latent.value_dim) + latent.value_dim * config.hidden_size
+    per_head += (latent.query_rank or 0) * latent.query_dim
+    return inputs * config.hidden_size + config.num_heads * per_head
+
+
 def _is_kept(name: str, config: ModelConfig) -> bool:
     """True if a matrix is kept in few bits; a checkpoint that is packed has only its layers' matrices so, one in MXFP4
     only its experts."""
     if config.experts is not None and config.experts.stored == "mxfp4":
         return name.endswith(BLOCKS)
-    return name != config.stored_name(_EMBEDDING) and (config.packing is None or ".layers." in name)
+    is_map = name.endswith(f"{LATENT_MAPS}.weight")
+    return name != config.stored_name(_EMBEDDING) and not is_map and (config.packing is None or ".layers." in name)
 
 
 def _shared_kv(config: ModelConfig) -> set[str]:

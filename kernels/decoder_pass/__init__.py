@@ -15,6 +15,7 @@ __all__ = [
     "DecoderPass",
     "DeltaWeights",
     "DenseMLP",
+    "LatentWeights",
     "LayerWeights",
     "MambaWeights",
     "OwnInput",
@@ -86,6 +87,25 @@ class RecurrentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """The weights of attention through a latent between its layer's projections."""
+
+    norm: Tensor
+    """[rank] float32: of the latent."""
+    query_norm: Tensor | None
+    """[query_rank] float32; None, like `query`: the layer's input projection gives all heads' queries."""
+    query: PackedLinear | None
+    """query_rank -> all heads' queries."""
+    keys: tuple[PackedLinear, ...]
+    """Of each head: its query's unrotated dimensions -> rank."""
+    values: tuple[PackedLinear, ...]
+    """Of each head: rank -> its value."""
+
+    def products(self) -> tuple[PackedLinear, ...]:
+        return *(() if self.query is None else (self.query,)), *self.keys, *self.values
+
+
+@dataclass(frozen=True, slots=True)
 class OwnInput:
     """The weights with which a layer adds its own embedding of each token."""
 
@@ -135,10 +155,13 @@ class LayerWeights:
     """None: the layer adds no embedding of its own."""
     scalar: Tensor | None = None
     """[1]: factor of the residual stream at the layer's end."""
+    latent: LatentWeights | None = None
+    """None: the layer keeps keys and values of heads. Of one that has it `qkv` gives what queries are made of, and a
+    latent with a key to be rotated; `cos_sin` is as wide as that key."""
 
     def products(self) -> tuple[PackedLinear, ...]:
         own = tuple(each for each in (self.qkv, self.output) if each is not None)
-        parts = (part for part in (self.mlp, self.shared, self.own_input) if part is not None)
+        parts = (part for part in (self.mlp, self.shared, self.own_input, self.latent) if part is not None)
         return own + tuple(product for part in parts for product in part.products())
 
 
@@ -167,8 +190,12 @@ class DecoderPass:
     def supports(layers: tuple[LayerWeights, ...]) -> bool:
         """True if the C++ path computes every product itself, and has a norm before each."""
         # The C++ loop norms before each product; families that norm behind only go layer by layer in Python.
-        extras = ((layer.recurrent, layer.shared, layer.v_norm, layer.own_input, layer.scalar) for layer in layers)
-        if any(part is not None for layer in extras for part in layer):
+        extras = (
+            part
+            for layer in layers
+            for part in (layer.recurrent, layer.shared, layer.v_norm, layer.own_input, layer.scalar, layer.latent)
+        )
+        if any(part is not None for part in extras):
             return False
         if any(layer.qkv is None or layer.mlp is None for layer in layers):
             return False

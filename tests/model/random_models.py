@@ -89,6 +89,16 @@ CORRECTED: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 
+LATENT: dict[str, Any] = {
+    **CORRECTED,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "q_lora_rank": 40,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 32,
+}
+
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -165,6 +175,52 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 3.5": ("Qwen3_5", DELTA),
     "qwen 3.5 moe": ("Qwen3_5Moe", {**EXPERTS, **SHARED_EXPERT, **DELTA}),
     "glm 4.5": ("Glm4Moe", {**CORRECTED, "head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
+    "ernie 4.5 moe": (
+        "Ernie4_5_Moe",
+        {
+            "head_dim": 32,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 40,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "dots.llm1": ("Dots1", {**CORRECTED, "head_dim": 32, "sliding_window": 24, "max_window_layers": 2}),
+    "minimax m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16, "intermediate_size": 40},
+    ),
+    "lfm 2 moe": (
+        "Lfm2Moe",
+        {
+            **EXPERTS,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "moe_intermediate_size": 40,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "deepseek v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "norm_topk_prob": False,
+            "topk_method": "group_limited_greedy",
+            "rope_parameters": {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1},
+        },
+    ),
+    "deepseek v2 lite": (
+        "DeepseekV2",
+        {**LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None, "norm_topk_prob": False},
+    ),
+    "deepseek v3": (
+        "DeepseekV3",
+        {**LATENT, "attention_bias": True, "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.5}},
+    ),
+    "deepseek v3 in halves": ("DeepseekV3", {**LATENT, "rope_interleave": False}),
+    "glm 4.7 flash": ("Glm4MoeLite", {**LATENT, "v_head_dim": 48, "mlp_layer_types": ["dense", "sparse"] * 2}),
     "glm 4.5 air": ("Glm4Moe", {**CORRECTED, "head_dim": 32, "n_group": 1, "n_shared_experts": 1}),
     "lfm 2": (
         "Lfm2",
@@ -211,6 +267,8 @@ CASES |= {
 LAYER_BY_LAYER = {"olmo 2", "olmo 3", "exaone 4", "exaone 4 without windows", "ministral 3"}
 LAYER_BY_LAYER |= {"olmoe", "qwen 2 moe", "qwen 3 next", "qwen 3.5", "qwen 3.5 moe", "lfm 2"}
 LAYER_BY_LAYER |= {"gemma 4", "gemma 4 large", "glm 4.5", "glm 4.5 air"}
+LAYER_BY_LAYER |= {"ernie 4.5 moe", "dots.llm1", "minimax m2", "lfm 2 moe"}
+LAYER_BY_LAYER |= {case for case, (family, _) in CASES.items() if family in ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")}
 LAYER_BY_LAYER |= {case for case in CASES if case.startswith(("granite", "nemotron"))}
 """Cases with a part that the pass of all layers in one call does not know."""
 

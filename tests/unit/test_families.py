@@ -61,16 +61,14 @@ def test_an_unknown_family_names_the_known_ones(config: dict[str, Any]) -> None:
     ("config", "missing"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "recurrent state"),
-        ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "MLA"),
+        ({"model_type": "deepseek_v32", "quantization_config": {"quant_method": "fp8"}}, "DSA"),
         (
             {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": {"model_type": "gemma3n_text"}},
             "AltUp",
         ),
-        ({"architectures": ["Lfm2MoeForCausalLM"]}, "correction"),
         ({"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, "stored transposed"),
         ({"text_config": {"model_type": "qwen3_vl_moe_text"}}, "stored transposed"),
-        ({"architectures": ["Glm4MoeLiteForCausalLM"]}, "MLA"),
-        ({"architectures": ["GlmMoeDsaForCausalLM"]}, "MLA"),
+        ({"architectures": ["GlmMoeDsaForCausalLM"]}, "DSA"),
     ],
 )
 def test_a_refusal_names_what_is_missing(config: dict[str, Any], missing: str) -> None:
@@ -338,6 +336,58 @@ def test_layers_that_only_draft_stand_behind_the_last_one() -> None:
     check_names([*names, "model.layers.4.eh_proj.weight", "model.layers.4.mlp.gate.weight"], config, "a folder")
     with pytest.raises(StartupError, match=r"does not call for: model\.layers\.5\.eh_proj\.weight"):
         check_names([*names, "model.layers.5.eh_proj.weight"], config, "a folder")
+
+
+def test_queries_of_deepseek_have_a_rank_of_their_own_unless_it_is_null() -> None:
+    for stated, rank in (({}, 1536), ({"q_lora_rank": None}, None), ({"q_lora_rank": 8}, 8)):
+        latent = config_of({**SMALL, "model_type": "deepseek_v2", **stated}).latent
+        assert latent is not None and latent.query_rank == rank
+    with pytest.raises(StartupError, match="attention_bias of DeepseekV3ForCausalLM without q_lora_rank"):
+        config_of({**SMALL, "model_type": "deepseek_v3", "q_lora_rank": None, "attention_bias": True})
+
+
+def test_yarn_of_deepseek_multiplies_scores() -> None:
+    """The published V2: 0.1 * 0.707 * ln(40) + 1, squared, and on rotated keys a factor of one."""
+    rope = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 0.707}
+    for all_dim, factor in ((0.707, (0.0707 * math.log(40) + 1) ** 2), (0, 1.0)):
+        config = config_of({**SMALL, "model_type": "deepseek_v2", "rope_scaling": {**rope, "mscale_all_dim": all_dim}})
+        assert config.attention_scale == pytest.approx(192**-0.5 * factor)
+        assert config.max_position == 163_840
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups"),
+    [({}, (1, 1)), ({"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}, (8, 3))],
+)
+def test_groups_of_deepseek_v2(changes: dict[str, Any], groups: tuple[int, int]) -> None:
+    experts = config_of({**SMALL, "model_type": "deepseek_v2", **changes}).experts
+    assert experts is not None and experts.correction is None
+    assert (experts.routing.num_groups, experts.routing.top_groups, experts.routing.score) == (*groups, "softmax")
+
+
+def test_routings_of_deepseek_v2_that_are_not_known_are_refused() -> None:
+    with pytest.raises(StartupError, match="the routing of DeepseekV2ForCausalLM"):
+        config_of({**SMALL, "model_type": "deepseek_v2", "topk_method": "noaux_tc"})
+
+
+def test_layers_with_experts_begin_where_the_configuration_says() -> None:
+    def layers(name: str, **changes: object) -> tuple[int, ...]:
+        experts = config_of({**SMALL, "model_type": name, **changes}).experts
+        assert experts is not None
+        return experts.layers
+
+    assert layers("glm4_moe") == (1, 2, 3)
+    assert layers("glm4_moe_lite", mlp_layer_types=["dense", "sparse", "dense", "sparse"]) == (1, 3)
+    assert layers("lfm2_moe") == (2, 3)
+    assert layers("ernie4_5_moe", moe_layer_start_index=1, moe_layer_end_index=2) == (1, 2)
+    assert layers("ernie4_5_moe", moe_layer_start_index=0, moe_layer_interval=2) == (1, 3)
+    with pytest.raises(StartupError, match="use_bias"):
+        layers("ernie4_5_moe", use_bias=True)
+
+
+def test_minimax_m2_names_what_is_rotated_in_its_own_way() -> None:
+    assert config_of({**SMALL, "model_type": "minimax_m2", "rotary_dim": 64}).rope.share == 0.5
+    assert config_of({**SMALL, "model_type": "minimax_m2"}).rope.share == 1.0
 
 
 def test_gpt_oss_reads_mxfp4_and_no_other_activation() -> None:

@@ -1,5 +1,6 @@
-"""Blocks of a pool whose layers have different heads."""
+"""Blocks of a pool whose layers have different heads, or latents."""
 
+import pytest
 import torch
 
 from raydix.engine.model.families import config_of
@@ -47,3 +48,24 @@ def test_blocks_are_copied_whole() -> None:
     pool.import_blocks(exported, [0, 2])
     pool.copy_block(0, 1)
     assert torch.equal(pool.data[[0, 2]], taken) and torch.equal(pool.data[1], taken[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_a_latent_is_kept_once(dtype: torch.dtype) -> None:
+    config = config_of(
+        {
+            "model_type": "deepseek_v3",
+            "vocab_size": 100,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "kv_lora_rank": 48,
+            "qk_rope_head_dim": 16,
+        }
+    )
+    pool = KVPool(config, num_blocks=4, block_size=8, dtype=dtype)
+    width = 64 if dtype is torch.bfloat16 else 68
+    assert [keys.shape for keys, _ in pool.layers] == [(4, 1, 8, width)] * 2
+    assert all(keys.data_ptr() == values.data_ptr() for keys, values in pool.layers)
+    assert pool.block_bytes == kv_block_bytes(config, 8, str(dtype).removeprefix("torch."))

@@ -25,7 +25,7 @@ from raydix.configs.settings import engine_settings
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import GIB, SchedulerLimits
 from raydix.engine.model.build import pool_sizes, run_largest_step
-from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.config import LatentConfig, ModelConfig
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.device_memory import SHARE, measured_pool_bytes
 from raydix.engine.model.families import config_of
@@ -201,6 +201,34 @@ def test_experts_for_every_token_count_too_and_layers_that_only_draft_do_not() -
     )
     assert 106.8e9 < weight_bytes(moe, "bfloat16", None, on_gpu=False) / 2 < 107.1e9
     assert moe.draft_layers == 1
+
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1536, "first_k_dense_replace": 3}
+DEEPSEEK_V3 = model("deepseek_v3", (129_280, 7168, 18_432, 61, 128, 128, 64), 163_840, False, **LATENT)
+
+
+def test_latents_are_all_that_is_kept_of_a_position() -> None:
+    """The published DeepSeek V3: 512 numbers and a rotated key of 64 in each layer, for 128 heads."""
+    assert 670.9e9 < weight_bytes(DEEPSEEK_V3, "bfloat16", None, on_gpu=False) / 2 < 671.3e9
+    assert kv_block_bytes(DEEPSEEK_V3, 16, "bfloat16") == 16 * 61 * 576 * 2
+    assert kv_block_bytes(DEEPSEEK_V3, 16, "int8") == 16 * 61 * (576 + 4)
+
+
+def test_latents_run_on_cpus_and_take_no_adapters() -> None:
+    latents = replace(DEEPSEEK_V3, experts=None)
+    _, on_gpu = chosen((), {}, MACHINES["card of 80 GiB"], options=_no_options())
+    with pytest.raises(StartupError, match="has latents in the place of KV, which run on CPUs only"):
+        size_up(on_gpu, latents, MACHINES["card of 80 GiB"])
+    with pytest.raises(StartupError, match="attention through latents, which takes no adapters"):
+        latents.check_takes_adapters()
+
+
+def test_what_a_latent_costs_by_the_model_s_arithmetic() -> None:
+    latent = LatentConfig(rank=32, rope_dim=16, nope_dim=24, value_dim=20, query_rank=None)
+    plain = replace(model("llama", (100, 64, 128, 2, 4, 1, 48), 1024, True), latent=latent)
+    inputs = (4 * (24 + 16) + 32 + 16) * 64
+    token = inputs + 4 * 32 * (24 + 20) + 4 * 20 * 64 + 3 * 128 * 64
+    assert pair_share(plain) == pytest.approx(4 * (32 + 16 + 32) / token)
 
 
 def test_what_a_context_costs_by_the_model_s_arithmetic() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from raydix.engine.model.config import LayerNorms, ModelConfig, RecurrentConfig, unsupported
 from raydix.engine.model.families.family import Family, Settings
-from raydix.engine.model.families.parts import decoder
+from raydix.engine.model.families.parts import decoder, experts_of, layers_from
 
 OWN_NAMES = (
     ("self_attn.o_proj", "self_attn.out_proj"),
@@ -82,4 +82,46 @@ LFM2 = Family(
         "block_auto_adjust_ff_dim": True,
     },
     describe=_lfm2,
+)
+
+
+def _lfm2_moe(settings: Settings) -> ModelConfig:
+    of_all = experts_of(settings, layers_from(settings, "num_dense_layers"))
+    routing = replace(
+        of_all.routing,
+        score="sigmoid",
+        scale=float(settings["routed_scaling_factor"]),
+        sum_offset=1e-6,
+    )
+    return replace(
+        LFM2.describe(settings.changed(block_auto_adjust_ff_dim=False)),
+        experts=replace(
+            of_all,
+            routing=routing,
+            router="feed_forward.gate",
+            gate="feed_forward.experts.{}.w1",
+            up="feed_forward.experts.{}.w3",
+            down="feed_forward.experts.{}.w2",
+            correction="feed_forward.expert_bias" if settings["use_expert_bias"] else None,
+        ),
+    )
+
+
+# LFM 2 with experts, chosen by corrected sigmoids, in all layers but the first ones.
+LFM2_MOE = Family(
+    model_type="lfm2moe",
+    architecture="Lfm2MoeForCausalLM",
+    title="LFM 2 MoE",
+    sizes={"8B-A1B": 8.34},
+    defaults={
+        **LFM2.defaults,
+        "num_dense_layers": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1792,
+        "use_expert_bias": True,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+    },
+    describe=_lfm2_moe,
 )

@@ -69,7 +69,7 @@ def experts_of(settings: Settings, layers: Iterable[int] | None = None) -> Exper
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     num_experts = int(next(filter(None, map(settings.stated.get, names)), settings["num_experts"]))
     routing = Routing(
-        per_token=int(settings["num_experts_per_tok"]),
+        per_token=int(settings.stated.get("moe_k") or settings["num_experts_per_tok"]),
         normalised=bool(settings["norm_topk_prob"]),
     )
     routing.check(num_experts)

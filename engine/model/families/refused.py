@@ -15,24 +15,13 @@ class Refused:
 
 
 REFUSED = (
-    Refused("DeepSeek V2 and V3, Kimi K2", ("DeepseekV2", "DeepseekV3"), "attention through a latent (MLA)"),
-    Refused("LFM 2 MoE", ("Lfm2Moe",), "routing with a correction of each expert's score"),
     Refused(
         "Falcon H1, Jamba, Bamba, Zamba 2, Mamba",
         ("FalconH1", "Jamba", "Bamba", "Zamba2", "Mamba", "Mamba2", "FalconMamba"),
         "layers with a recurrent state (Mamba)",
     ),
     Refused("Qwen 3 VL MoE", ("Qwen3VLMoe",), "checkpoints whose experts are stored transposed, all of a layer as one"),
-    Refused(
-        "ERNIE 4.5 MoE, dots.llm1, MiniMax M2",
-        ("Ernie4_5_Moe", "Dots1", "MiniMaxM2"),
-        "routing with a correction of each expert's score, and experts for every token",
-    ),
-    Refused(
-        "GLM-4.7 Flash, GLM-5",
-        ("Glm4MoeLite", "GlmMoeDsa"),
-        "attention through a latent (MLA)",
-    ),
+    Refused("DeepSeek V3.2, GLM-5", ("DeepseekV32", "GlmMoeDsa"), "attention that picks positions by an index (DSA)"),
     Refused("Llama 4", ("Llama4",), "attention in chunks, and routing that scales an expert's input"),
     Refused("Phi 3.5 MoE", ("Phimoe", "PhiMoE"), "layer norms, and routing by sparse mixing"),
     Refused("Command R, Command A", ("Cohere", "Cohere2"), "layer norms, and attention and MLP side by side"),
