@@ -17,7 +17,7 @@ from raydix.kernels.routing import Routing
 STORED_BITS = "stored_bits"  # key of `ModelConfig.stored_bits` in the `config.json` of a converted file
 
 JsonObject: TypeAlias = Mapping[str, Any]
-Activation: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
+Activation: TypeAlias = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu", "relu2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +252,7 @@ class ModelConfig:
     max_position: int
     """Context length in tokens."""
     rms_norm_eps: float
+    """Of layer norms, too."""
     rope: RopeConfig
     layer_windows: tuple[int | None, ...]
     """Per layer: how many positions a token attends to, itself included; None: all before it."""
@@ -267,11 +268,26 @@ class ModelConfig:
     """Queries and keys pass an RMS norm before rotation, each head by itself."""
     qk_norm_spans_heads: bool = False
     """The norm of `qk_norm` is over all heads together (OLMo 2)."""
+    qk_norm_by_head: bool = False
+    """The norm of `qk_norm` is a layer norm, and each head has weights of its own (Command R+)."""
     query_scaling: tuple[float, int] | None = None
     """(b, n): queries are multiplied by 1 + b log(1 + floor(position / n)) (Ministral 3)."""
     norms: LayerNorms = LayerNorms()
+    layer_norm: bool = False
+    """The norms of rows are layer norms: the mean is subtracted first."""
+    norm_bias: bool = False
+    """Each of these norms has a bias."""
+    is_parallel: bool = False
+    """Attention and MLP stand side by side: both read the residual stream as it is before the layer. Without a norm of
+    its own the MLP reads what attention reads."""
+    gated_mlp: bool = True
+    """The MLP has a gate; otherwise it is two projections, `up_proj` and `down_proj`, with the activation between."""
+    head_bias: bool = False
+    """The projection that gives logits has a bias."""
     fused_qkv: bool = False
     """The weights store the q, k and v projections as one, `qkv_proj`."""
+    qkv_by_head: bool = False
+    """The rows of this one projection are each head's query, key and value together (GPT-NeoX)."""
     fused_gate_up: bool = False
     """The weights store the gate and up projections as one, `gate_up_proj`."""
     norm_offset: float = 0.0
@@ -340,7 +356,7 @@ class ModelConfig:
     @property
     def has_gate(self) -> bool:
         """True if MLPs multiply by a gate."""
-        return self.activation != "relu2"
+        return self.gated_mlp and self.activation != "relu2"
 
     def input_norm(self, index: int) -> str | None:
         """Name of the norm of what a layer reads; None: it has none."""
@@ -391,6 +407,7 @@ class ModelConfig:
             "recurrent layers": self.recurrent is not None,
             "latents in the place of KV": self.latent is not None,
             "layers of different shapes": not self.is_uniform,
+            "layer norms": self.layer_norm,
         }
         return next((name for name, has in parts.items() if has), None)
 
@@ -402,6 +419,8 @@ class ModelConfig:
             raise StartupError(f"{self.architecture} has attention through latents, which takes no adapters")
         if not self.is_uniform:
             raise StartupError(f"{self.architecture} has layers of different shapes, which take no adapters")
+        if not self.has_gate:
+            raise StartupError(f"{self.architecture} has MLPs without gates, which take no adapters")
 
     def experts_of_layer(self, index: int) -> ExpertsConfig | None:
         """The experts of a layer; None: it has one MLP."""

@@ -46,6 +46,7 @@ from raydix.kernels.decoder_pass import (
     LatentWeights,
     LayerWeights,
     MambaWeights,
+    Norm,
     OwnInput,
     RecurrentWeights,
     SharedExpert,
@@ -53,6 +54,7 @@ from raydix.kernels.decoder_pass import (
 from raydix.kernels.experts import PackedExperts, experts, pack_experts
 from raydix.kernels.gated_delta import gated_delta
 from raydix.kernels.gated_rms_norm import gated_rms_norm
+from raydix.kernels.layer_norm import layer_norm
 from raydix.kernels.linear import (
     GroupedWeight,
     Layout,
@@ -70,7 +72,7 @@ from raydix.kernels.rotary import rotary_order, rotary_tables
 from raydix.kernels.rotary_kv_store import rotary_kv_store
 from raydix.kernels.selective_scan import selective_scan
 from raydix.kernels.short_conv import short_conv
-from raydix.kernels.silu_and_mul import silu_and_mul
+from raydix.kernels.silu_and_mul import activate, silu_and_mul
 from raydix.kernels.states import StateUse
 
 
@@ -270,7 +272,7 @@ class Decoder:
         config = self.config
         eps, last = config.rms_norm_eps, self._last_keeping
 
-        x_TE = residual_TE if self._first_norm is None else rms_norm(residual_TE, self._first_norm, eps)
+        x_TE = residual_TE if self._first_norm is None else _norm(residual_TE, self._first_norm, eps)
         inputs_TLP = None
         if self._layer_inputs is not None:
             inputs_TLP = self._layer_inputs(batch.token_ids, residual_TE, eps)
@@ -281,6 +283,7 @@ class Decoder:
             if wants_nothing:
                 return residual_TE.new_empty((0, config.hidden_size))
             if index == last:  # from here on T is R
+                x_TE = x_TE.index_select(0, batch.logits_rows)
                 mixed_TE = mixed_TE.index_select(0, batch.logits_rows)
                 residual_TE = residual_TE.index_select(0, batch.logits_rows)
                 if inputs_TLP is not None:
@@ -294,7 +297,13 @@ class Decoder:
                 y_TE = linear(mixed_TE, layer.output)
                 add_loras(y_TE, mixed_TE, batch.loras, index, "output", wanted=index == last)
                 if layer.attention_post_norm is not None:
-                    y_TE = rms_norm(y_TE, layer.attention_post_norm, eps)
+                    y_TE = _norm(y_TE, layer.attention_post_norm, eps)
+                if config.is_parallel and layer.mlp is not None:
+                    if layer.mlp_norm is not None:
+                        x_TE = _norm(residual_TE, layer.mlp_norm, eps)
+                    y_TE = y_TE + self._mlp(x_TE, index, layer.mlp, batch.loras)
+                    x_TE, residual_TE = self._add(y_TE, residual_TE, layer.next_norm)
+                    continue
                 norm = layer.next_norm if layer.mlp is None else layer.mlp_norm
                 x_TE, residual_TE = self._add(y_TE, residual_TE, norm)
 
@@ -302,7 +311,7 @@ class Decoder:
                 continue
             y_TE = self._mlp(x_TE, index, layer.mlp, batch.loras)
             if layer.mlp_post_norm is not None:
-                y_TE = rms_norm(y_TE, layer.mlp_post_norm, eps)
+                y_TE = _norm(y_TE, layer.mlp_post_norm, eps)
 
             if inputs_TLP is None and layer.scalar is None:
                 x_TE, residual_TE = self._add(y_TE, residual_TE, layer.next_norm)
@@ -312,14 +321,14 @@ class Decoder:
                 residual_TE = residual_TE + self._own_input(residual_TE, inputs_TLP[:, index], layer.own_input)
             if layer.scalar is not None:
                 residual_TE = residual_TE * layer.scalar
-            x_TE = residual_TE if layer.next_norm is None else rms_norm(residual_TE, layer.next_norm, eps)
+            x_TE = residual_TE if layer.next_norm is None else _norm(residual_TE, layer.next_norm, eps)
 
         return x_TE
 
     def _own_input(self, x_TE: Tensor, input_TP: Tensor, weights: OwnInput) -> Tensor:
         """What a layer adds for its own embeddings of the tokens, behind a gate that the residual stream opens."""
         gated = silu_and_mul(torch.cat((linear(x_TE, weights.gate), input_TP), dim=1), self.config.activation)
-        return rms_norm(linear(gated, weights.projection), weights.norm, self.config.rms_norm_eps)
+        return _norm(linear(gated, weights.projection), weights.norm, self.config.rms_norm_eps)
 
     def _mixed(
         self,
@@ -352,9 +361,8 @@ class Decoder:
             return y_TE if layer.shared is None else y_TE + self._shared_expert(x_TE, layer.shared)
         gate_up = linear(x_TE, mlp.gate_up)
         add_loras(gate_up, x_TE, loras, index, "gate_up", wanted=is_last)
-        # One rounding, as of the other activations: the square of a number in float32 is rounded to the dtype.
-        has_gate = self.config.has_gate
-        activated = silu_and_mul(gate_up, self.config.activation) if has_gate else functional.relu(gate_up).square()
+        act = silu_and_mul if self.config.has_gate else activate
+        activated = act(gate_up, self.config.activation)
         y_TE = linear(activated, mlp.down)
         add_loras(y_TE, activated, loras, index, "down", wanted=is_last)
         return y_TE
@@ -367,14 +375,16 @@ class Decoder:
             return y_TE
         return _gated(y_TE, linear(x_TE, shared.gate).expand_as(y_TE), "sigmoid")
 
-    def _add(self, y_TE: Tensor, residual_TE: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _add(self, y_TE: Tensor, residual_TE: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """Add to the residual stream; returns what the next product reads, and the stream."""
         if self.config.residual_scale != 1.0:
             y_TE = y_TE * self.config.residual_scale
         if norm is None:
             total_TE = y_TE + residual_TE
             return total_TE, total_TE
-        return rms_norm(y_TE, norm, self.config.rms_norm_eps, residual_TE)
+        if norm.centres:
+            return layer_norm(y_TE, norm.weight, norm.bias, self.config.rms_norm_eps, residual_TE)
+        return rms_norm(y_TE, norm.weight, self.config.rms_norm_eps, residual_TE)
 
     def _attention(
         self,
@@ -481,11 +491,10 @@ class Decoder:
         """Write a layer's keys and values of the batch's tokens; returns their queries, [T, H, D]."""
         config, layer = self.config, self._layers[index]
         q_norm, k_norm = layer.q_norm, layer.k_norm
-        if config.qk_norm_spans_heads and q_norm is not None and k_norm is not None:
-            # A norm over all heads cannot be done head by head in the kernel that rotates and stores.
-            query, key, value = torch.split(qkv, [len(q_norm), len(k_norm), len(k_norm)], dim=1)
-            query = rms_norm(query.contiguous(), q_norm, config.rms_norm_eps)
-            key = rms_norm(key.contiguous(), k_norm, config.rms_norm_eps)
+        if (config.qk_norm_spans_heads or config.qk_norm_by_head) and q_norm is not None and k_norm is not None:
+            # The kernel that rotates and stores has one norm for every head.
+            query, key, value = torch.split(qkv, [q_norm.numel(), k_norm.numel(), k_norm.numel()], dim=1)
+            query, key = (_over_heads(*pair, config.rms_norm_eps) for pair in ((query, q_norm), (key, k_norm)))
             qkv, q_norm, k_norm = torch.cat((query, key, value), dim=1), None, None
         if config.shares_kv(index):  # the caches without heads: there is nothing to store
             keys, values = keys[:, :0], values[:, :0]
@@ -528,6 +537,19 @@ class Decoder:
             max_query_len=batch.max_query_len,
             sinks=layer.sinks,
         )
+
+
+def _norm(x_TE: Tensor, norm: Norm, eps: float) -> Tensor:
+    if norm.centres:
+        return layer_norm(x_TE, norm.weight, norm.bias, eps)
+    return rms_norm(x_TE, norm.weight, eps)
+
+
+def _over_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm of rows over all heads, or with weights for each head, [heads, head_dim], the layer norm of each."""
+    if weight.dim() == 1:
+        return rms_norm(x.contiguous(), weight, eps)
+    return layer_norm(x.reshape(-1, weight.shape[1]), weight, None, eps).view(x.shape)
 
 
 def _wanted(batch: ForwardBatch) -> ForwardBatch:
@@ -620,9 +642,10 @@ class _Loader:
         """The product that gives logits, of the first tokens; its weight may be that of the embedding."""
         is_tied = self._config.tie_word_embeddings
         name = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
-        if (kept := self._kept([name])) is not None:
+        if not self._config.head_bias and (kept := self._kept([name])) is not None:
             return pack_groups(kept.rows(slice(vocab_size)))
-        return self.pack((embedding if is_tied else self.tensor(name))[:vocab_size])
+        bias = self.tensor("lm_head.bias")[:vocab_size] if self._config.head_bias else None
+        return self.pack((embedding if is_tied else self.tensor(name))[:vocab_size], bias)
 
     def _kept(self, names: Sequence[str]) -> GroupedWeight | None:
         """Weights one below the other as their file stores them in few bits; None: they are widened."""
@@ -667,7 +690,7 @@ class _Loader:
             mlp=mlp,
             mlp_norm=self.optional_norm(prefix, norms.mlp) if has_both else None,
             next_norm=(
-                self.norm("model.norm")
+                self._row_norm("model.norm")
                 if is_last
                 else self.optional_norm(f"model.layers.{index + 1}.", config.input_norm(index + 1))
             ),
@@ -700,7 +723,7 @@ class _Loader:
         gate, projection = (
             self._packed([f"{prefix}{name}"], bias=False) for name in ("per_layer_input_gate", "per_layer_projection")
         )
-        return OwnInput(gate, projection, self.norm(f"{prefix}post_per_layer_input_norm"))
+        return OwnInput(gate, projection, self._row_norm(f"{prefix}post_per_layer_input_norm"))
 
     def _recurrent(
         self, prefix: str, recurrent: RecurrentConfig
@@ -760,9 +783,13 @@ class _Loader:
         rate, bias, norm = (self._floats(f"{prefix}{name}") for name in ("A_log", "dt_bias", "norm.weight"))
         return DeltaWeights(decay_rate=rate.exp(), step_bias=bias, norm=norm)
 
-    def optional_norm(self, prefix: str, name: str | None) -> Tensor | None:
-        """A norm's weight as `norm` gives it; None without a name."""
-        return None if name is None else self.norm(f"{prefix}{name}")
+    def optional_norm(self, prefix: str, name: str | None) -> Norm | None:
+        """A norm of rows; None without a name."""
+        return None if name is None else self._row_norm(f"{prefix}{name}")
+
+    def _row_norm(self, name: str) -> Norm:
+        bias = self._weights.tensor(f"{name}.bias").float().clone() if self._config.norm_bias else None
+        return Norm(self.norm(name), bias, centres=self._config.layer_norm)
 
     def _mlp(self, name: str, *, bias: bool) -> DenseMLP:
         # One product of both halves: the input is read once for twice as many rows of the weight.
@@ -903,7 +930,7 @@ class _Loader:
     def _head_norm(self, name: str, head_dim: int, rope: RopeConfig | None) -> Tensor:
         """A norm of q or k heads, of each or over all, in the order of the heads' rows."""
         weight, order = self.norm(name), _head_order(head_dim, rope)
-        return weight if order is None else weight.view(-1, head_dim)[:, order.to(self._device)].flatten()
+        return weight if order is None else weight.view(-1, head_dim)[:, order.to(self._device)].view(weight.shape)
 
     def _packed(self, names: list[str], *, bias: bool, order: Tensor | None = None) -> PackedLinear:
         """Some projections as one, one below the other, or their rows in another order."""
@@ -942,12 +969,14 @@ def _qkv_order(config: ModelConfig, index: int) -> Tensor | None:
     same."""
     heads = config.kv_heads(index)
     order = _head_order(heads.dim, config.rope_of_layer[index])
-    if order is None and not config.attention_gate:
+    if order is None and not config.attention_gate and not config.qkv_by_head:
         return None
     num_keys = 0 if config.shares_kv(index) else heads.num
     num_values = num_keys if config.has_values(index) else 0
     num_rows = ((1 + config.attention_gate) * config.num_heads + num_keys + num_values) * heads.dim
     rows = torch.arange(num_rows)
+    if config.qkv_by_head:
+        rows = rows.view(config.num_heads, 3, heads.dim).transpose(0, 1).flatten()
     if config.attention_gate:
         # The gate of each head stands behind its query; all gates go behind queries, keys and values.
         num_first = 2 * config.num_heads * heads.dim

@@ -34,6 +34,7 @@ MXFP4_COLUMNS = 32  # columns of one block
 FACTOR_BYTES = 4  # behind the numbers of each row of keys or values in 8 bits (`raydix.kernels.narrow_kv`)
 _EMBEDDING = "model.embed_tokens.weight"
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"  # of every layer, one beside the other
+_MASKS = (".attention.masked_bias", ".attention.bias")  # GPT-NeoX's, in early files
 _MAX_NAMED = 4
 
 
@@ -42,16 +43,19 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
     }
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    if config.head_bias:
+        shapes["lm_head.bias"] = (config.vocab_size,)
     if own := config.layer_input_size:
         shapes[LAYER_EMBEDDING] = (config.vocab_size, config.num_layers * own)
         shapes["model.per_layer_model_projection.weight"] = (config.num_layers * own, hidden)
         shapes["model.per_layer_projection_norm.weight"] = (own,)
 
     norms = config.norms
+    kinds = ("weight", "bias") if config.norm_bias else ("weight",)
+    shapes |= {f"model.norm.{kind}": (hidden,) for kind in kinds}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
         of_layer: dict[str, tuple[int, ...]] = {}
@@ -66,7 +70,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             experts = config.experts_of_layer(layer)
             of_layer |= _mlp_shapes(config, layer) if experts is None else _expert_shapes(config, experts)
             placed += [norms.mlp, norms.mlp_post]
-        of_layer |= {f"{name}.weight": (hidden,) for name in placed if name is not None}
+        of_layer |= {f"{name}.{kind}": (hidden,) for name in placed if name is not None for kind in kinds}
         if own:
             of_layer["per_layer_input_gate.weight"] = (own, hidden)
             of_layer["per_layer_projection.weight"] = (hidden, own)
@@ -95,7 +99,10 @@ def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, .
     shapes = _projections(rows, config.hidden_size, "self_attn", has_bias=config.attention_bias)
     output = {"o_proj": config.hidden_size}
     shapes |= _projections(output, query_size, "self_attn", has_bias=config.attention_output_bias)
-    if config.qk_norm:
+    if config.qk_norm_by_head:
+        shapes["self_attn.q_norm.weight"] = (config.num_heads, heads.dim)
+        shapes["self_attn.k_norm.weight"] = (heads.num, heads.dim)
+    elif config.qk_norm:
         shapes |= {f"self_attn.{name}.weight": (size,) for name, size in norms.items()}
     if config.attention_sinks:
         shapes["self_attn.sinks"] = (config.num_heads,)
@@ -406,7 +413,7 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     return (
         name == "lm_head.weight"
         or name.startswith(("mtp.", "model.mtp_", *(f"model.layers.{index}." for index in behind)))
-        or name.endswith(("rotary_emb.inv_freq", "self_attn.masked_bias", ".k_scale", ".v_scale"))
+        or name.endswith(("rotary_emb.inv_freq", "self_attn.masked_bias", ".k_scale", ".v_scale", *_MASKS))
     )
 
 

@@ -282,9 +282,32 @@ PyObject* gated_rms_norm(PyObject* const* args) {
   return THPVariable_Wrap(out);
 }
 
+PyObject* layer_norm(PyObject* const* args) {
+  const Tensor &x = tensor(args[0]), &weight = tensor(args[1]);
+  const Tensor *bias = maybe_tensor(args[2]), *residual = maybe_tensor(args[4]);
+  check(x.dim() == 2 && x.stride(1) == 1, "x must be [num_tokens, hidden] with contiguous rows");
+  raydix::LayerNorm a{};
+  a.x = x.data_ptr(), a.rows = x.size(0), a.width = x.size(1), a.stride = x.stride(0), a.eps = number(args[3]);
+  check(weight.dim() > 0 && weight.size(-1) == a.width, "weight must be [hidden] or [groups, hidden]");
+  a.weight = data<float>(weight, at::kFloat, weight.numel(), "weight must be contiguous float32");
+  a.groups = weight.numel() / std::max<int64_t>(a.width, 1);
+  check(a.groups > 0 || a.rows == 0 || a.width == 0, "weight must have a row");
+  if (bias) a.bias = data<float>(*bias, at::kFloat, a.width, "bias must be float32 [hidden]");
+  if (residual) {
+    same_type(x, *residual);
+    check(residual->sizes() == x.sizes() && residual->is_contiguous(), "residual must be contiguous and like x");
+    a.residual = residual->data_ptr();
+  }
+  const Tensor out = at::empty(x.sizes(), x.options()), sum = residual ? at::empty(x.sizes(), x.options()) : Tensor();
+  a.out = out.data_ptr(), a.sum = residual ? sum.data_ptr() : nullptr;
+  const DType dtype = dtype_of(x);
+  run(x.numel(), 32768, [&](raydix::Crew& crew) { raydix::layer_norm(a, dtype, crew); });
+  return residual ? pair(out, sum) : THPVariable_Wrap(out);
+}
+
 raydix::Activation activation_of(PyObject* o) {
   const int64_t kind = integer(o);
-  check(kind >= 0 && kind <= int64_t(raydix::Activation::sigmoid), "unknown activation");
+  check(kind >= 0 && kind <= int64_t(raydix::Activation::relu2), "unknown activation");
   return raydix::Activation(kind);
 }
 
@@ -297,6 +320,18 @@ PyObject* silu_and_mul(PyObject* const* args) {
   const raydix::Activation kind = activation_of(args[1]);
   run(x.numel(), 32768, [&](raydix::Crew& crew) {
     raydix::silu_and_mul(x.data_ptr(), out.data_ptr(), rows, width, x.stride(0), kind, dtype, crew);
+  });
+  return THPVariable_Wrap(out);
+}
+
+PyObject* activate(PyObject* const* args) {
+  const Tensor& x = tensor(args[0]);
+  check(x.dim() == 2 && x.stride(1) == 1, "x must be [num_tokens, width] with contiguous rows");
+  const Tensor out = at::empty(x.sizes(), x.options());
+  const DType dtype = dtype_of(x);
+  const raydix::Activation kind = activation_of(args[1]);
+  run(x.numel(), 32768, [&](raydix::Crew& crew) {
+    raydix::activate(x.data_ptr(), out.data_ptr(), x.size(0), x.size(1), x.stride(0), kind, dtype, crew);
   });
   return THPVariable_Wrap(out);
 }
@@ -847,7 +882,9 @@ PyMethodDef methods[] = {
     method<rotary_kv_store, 10>("rotary_kv_store"),
     method<rms_norm, 4>("rms_norm"),
     method<gated_rms_norm, 5>("gated_rms_norm"),
+    method<layer_norm, 5>("layer_norm"),
     method<silu_and_mul, 2>("silu_and_mul"),
+    method<activate, 2>("activate"),
     method<short_conv, 9>("short_conv"),
     method<gated_delta, 10>("gated_delta"),
     method<selective_scan, 12>("selective_scan"),

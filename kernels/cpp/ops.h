@@ -12,7 +12,7 @@ namespace raydix {
 enum class DType { f32, bf16, fp16 };
 
 // In the order of `KINDS` in raydix/kernels/silu_and_mul.
-enum class Activation { silu, gelu_tanh, clamped_swiglu, sigmoid };
+enum class Activation { silu, gelu_tanh, clamped_swiglu, sigmoid, gelu, relu2 };
 
 constexpr int64_t FACTOR_BYTES = 4;  // behind the numbers of a row of keys or values in 8 bits, see narrow.h
 
@@ -110,6 +110,14 @@ struct SelectiveScan {
   float least, most;       // of a step
   int64_t rows, num_groups, num_heads, state_size, head_dim, mixed_stride, step_stride, slot_stride;
   StateUse use;
+};
+
+struct LayerNorm {
+  const void *x, *residual;   // residual and sum: null if not wanted
+  const float *weight, *bias;  // weight [groups, width], a row r has that of group r % groups; bias [width] or null
+  void *out, *sum;
+  int64_t rows, width, groups, stride;
+  float eps;
 };
 
 struct Sample {
@@ -261,6 +269,9 @@ void rms_norm(const void* x, const void* residual, const void* weight, void* out
               int64_t width, int64_t stride, float eps, DType dtype, bool float_weight, Crew& crew);
 void silu_and_mul(const void* x, void* out, int64_t rows, int64_t width, int64_t stride, Activation activation,
                   DType dtype, Crew& crew);
+void activate(const void* x, void* out, int64_t rows, int64_t width, int64_t stride, Activation activation,
+              DType dtype, Crew& crew);
+void layer_norm(const LayerNorm& a, DType dtype, Crew& crew);
 void short_conv(const ShortConv& a, DType dtype, Crew& crew);
 void gated_delta(const GatedDelta& a, DType dtype, Crew& crew);
 void selective_scan(const SelectiveScan& a, DType dtype, Crew& crew);

@@ -18,6 +18,7 @@ __all__ = [
     "LatentWeights",
     "LayerWeights",
     "MambaWeights",
+    "Norm",
     "OwnInput",
     "RecurrentWeights",
     "SharedExpert",
@@ -25,11 +26,23 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of rows."""
+
+    weight: Tensor
+    """[hidden] float32, the family's offset in it."""
+    bias: Tensor | None = None
+    """[hidden] float32."""
+    centres: bool = False
+    """A layer norm, which subtracts the mean first; otherwise an RMS norm, without a bias."""
+
+
+@dataclass(frozen=True, slots=True)
 class DenseMLP:
     """An MLP that every token goes through."""
 
     gate_up: PackedLinear
-    """Of an MLP without a gate the up projection alone."""
+    """The gate and up projections, of an MLP without a gate the latter alone."""
     down: PackedLinear
 
     def products(self) -> tuple[PackedLinear, ...]:
@@ -113,8 +126,7 @@ class OwnInput:
     """hidden -> numbers of such an embedding."""
     projection: PackedLinear
     """Back to hidden."""
-    norm: Tensor
-    """[hidden] float32."""
+    norm: Norm
 
     def products(self) -> tuple[PackedLinear, ...]:
         return self.gate, self.projection
@@ -122,7 +134,7 @@ class OwnInput:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer's weights. Norm weights are float32 and have the family's offset in them."""
+    """One layer's weights. Those of norms are float32 and have the family's offset in them."""
 
     qkv: PackedLinear | None
     """The projections of a layer's input: queries, keys and values, and behind them the gates of the heads if there are
@@ -133,12 +145,13 @@ class LayerWeights:
     """None: the layer is an MLP alone."""
     mlp: DenseMLP | PackedExperts | None
     """None: the layer ends behind `output`."""
-    mlp_norm: Tensor | None
-    next_norm: Tensor | None
+    mlp_norm: Norm | None
+    next_norm: Norm | None
     """The norm of the next layer's input, or the final norm, fused with this layer's last residual add."""
-    attention_post_norm: Tensor | None
-    mlp_post_norm: Tensor | None
+    attention_post_norm: Norm | None
+    mlp_post_norm: Norm | None
     q_norm: Tensor | None
+    """[head_dim], or over all heads [num_heads * head_dim], or of each head [num_heads, head_dim]."""
     k_norm: Tensor | None
     cos_sin: Tensor
     """[max_position, head_dim] float32."""
@@ -171,7 +184,7 @@ class DecoderPass:
     def __init__(
         self,
         layers: tuple[LayerWeights, ...],
-        first_norm: Tensor,
+        first_norm: Norm,
         *,
         num_heads: int,
         eps: float,
@@ -184,11 +197,11 @@ class DecoderPass:
         self._forward = ops.forward
         rows = [_layer(layer) for layer in layers]
         # Checked and converted once here, so that a step passes one handle instead of hundreds of tensors.
-        self._decoder = ops.decoder(rows, first_norm, num_heads, eps, scale, soft_cap, KINDS.index(activation))
+        self._decoder = ops.decoder(rows, first_norm.weight, num_heads, eps, scale, soft_cap, KINDS.index(activation))
 
     @staticmethod
     def supports(layers: tuple[LayerWeights, ...]) -> bool:
-        """True if the C++ path computes every product itself, and has a norm before each."""
+        """True if the C++ path computes every product itself, and has an RMS norm before each."""
         # The C++ loop norms before each product; families that norm behind only go layer by layer in Python.
         extras = (
             part
@@ -199,7 +212,8 @@ class DecoderPass:
             return False
         if any(layer.qkv is None or layer.mlp is None for layer in layers):
             return False
-        has_norms = all(layer.mlp_norm is not None and layer.next_norm is not None for layer in layers)
+        norms = [norm for layer in layers for norm in (layer.mlp_norm, layer.next_norm)]
+        has_norms = all(norm is not None and not norm.centres for norm in norms)
         return has_norms and all(product.layout is Layout.PANELS for layer in layers for product in layer.products())
 
     def __call__(
@@ -247,10 +261,10 @@ def _layer(layer: LayerWeights) -> tuple[Any, ...]:
         layer.output.as_tuple(),
         gate_up,
         down,
-        layer.mlp_norm,
-        layer.next_norm,
-        layer.attention_post_norm,
-        layer.mlp_post_norm,
+        *(
+            None if norm is None else norm.weight
+            for norm in (layer.mlp_norm, layer.next_norm, layer.attention_post_norm, layer.mlp_post_norm)
+        ),
         layer.q_norm,
         layer.k_norm,
         layer.cos_sin,

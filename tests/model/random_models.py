@@ -264,7 +264,20 @@ CASES |= {
     ),
 }
 
-LAYER_BY_LAYER = {"olmo 2", "olmo 3", "exaone 4", "exaone 4 without windows", "ministral 3"}
+LAYER_NORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "command r": ("Cohere", {"num_key_value_heads": 4}),
+    "command r+": ("Cohere", {"use_qk_norm": True, "attention_bias": True}),
+    "command a": ("Cohere2", {"sliding_window": 24, "sliding_window_pattern": 2}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "stablelm in parallel": ("StableLm", {"use_parallel_residual": True}),
+    "phi 2": ("Phi", {}),
+    "starcoder 2": ("Starcoder2", {"sliding_window": 24}),
+    "gpt-neox": ("GPTNeoX", {}),
+    "gpt-neox in sequence": ("GPTNeoX", {"use_parallel_residual": False, "attention_bias": False}),
+}
+CASES |= LAYER_NORMS
+
+LAYER_BY_LAYER = {*LAYER_NORMS, "olmo 2", "olmo 3", "exaone 4", "exaone 4 without windows", "ministral 3"}
 LAYER_BY_LAYER |= {"olmoe", "qwen 2 moe", "qwen 3 next", "qwen 3.5", "qwen 3.5 moe", "lfm 2"}
 LAYER_BY_LAYER |= {"gemma 4", "gemma 4 large", "glm 4.5", "glm 4.5 air"}
 LAYER_BY_LAYER |= {"ernie 4.5 moe", "dots.llm1", "minimax m2", "lfm 2 moe"}
@@ -284,8 +297,8 @@ def reference(case: str, folder: Path) -> tuple[list[int], torch.Tensor]:
         torch.manual_seed(0)
         theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval()
         with torch.no_grad():  # norms begin as ones and biases as zeros, which would hide a swapped one
-            for parameter in theirs.parameters():
-                if parameter.dim() == 1:
+            for name, parameter in theirs.named_parameters():
+                if parameter.dim() == 1 or name.endswith("_norm.weight"):
                     parameter.add_(0.2 * torch.randn_like(parameter))
             for name, buffer in theirs.named_buffers():
                 if name.endswith("layer_scalar"):

@@ -468,3 +468,40 @@ def test_large_gemma_4_takes_keys_as_values() -> None:
 def test_gemma_4_refuses_what_it_cannot_do(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(StartupError, match=says):
         config_of({**GEMMA4, **changes})
+
+
+def test_families_with_layer_norms() -> None:
+    """Attention and MLP of Command R stand side by side behind one norm; only windowed layers of Command A turn."""
+    r = config_of({**SMALL, "model_type": "cohere", "layer_norm_eps": 1e-3, "use_qk_norm": True})
+    assert (r.rms_norm_eps, r.logit_scale, r.is_parallel, r.norms.mlp, r.norm_bias) == (1e-3, 0.0625, True, None, False)
+    assert r.rope == RopeConfig(500_000.0, interleaved=True)
+    assert expected_shapes(r)["model.layers.0.self_attn.q_norm.weight"] == (4, 16)
+    a = config_of({**SMALL, "model_type": "cohere2", "sliding_window": 8, "use_qk_norm": True})
+    assert a.layer_windows == (8, 8, 8, None) and a.layers_without_rope == (3,) and not a.qk_norm
+    stable = config_of({**SMALL, "model_type": "stablelm", "partial_rotary_factor": 0.5})
+    assert stable.rope.share == 0.5 and stable.norms.mlp == "post_attention_layernorm" and stable.has_gate
+    assert "model.norm.bias" in expected_shapes(stable)
+    assert config_of({**SMALL, "model_type": "starcoder2", "norm_epsilon": 0.5}).rms_norm_eps == 0.5
+
+
+def test_families_without_gates() -> None:
+    neox = config_of({**SMALL, "model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 5})
+    assert neox.rope == RopeConfig(5.0, share=0.5) and neox.num_kv_heads == 4 and neox.activation == "gelu"
+    shapes = expected_shapes(neox)
+    assert shapes["gpt_neox.layers.3.attention.query_key_value.weight"] == (192, 64)
+    assert shapes["gpt_neox.layers.0.mlp.dense_h_to_4h.bias"] == (96,)
+    unread = ["gpt_neox.layers.0.attention.bias", "gpt_neox.layers.0.attention.masked_bias"]
+    check_names([*shapes, *unread], neox, "somewhere")  # masks in early files
+    phi = config_of({**SMALL, "model_type": "phi"})
+    assert phi.activation == "gelu_tanh" and expected_shapes(phi)["lm_head.bias"] == (200,)
+    assert not any("gate" in name for name in expected_shapes(phi))
+    with pytest.raises(StartupError, match="MLPs without gates, which take no adapters"):
+        phi.check_takes_adapters()
+    with pytest.raises(StartupError, match="the activation 'relu' of PhiForCausalLM is not supported"):
+        config_of({**SMALL, "model_type": "phi", "hidden_act": "relu"})
+
+
+@pytest.mark.parametrize("name", ["phi", "stablelm"])
+def test_norms_of_heads_are_refused(name: str) -> None:
+    with pytest.raises(StartupError, match="qk_layernorm"):
+        config_of({**SMALL, "model_type": name, "qk_layernorm": True})

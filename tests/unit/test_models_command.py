@@ -38,6 +38,7 @@ def test_a_gpu_has_one_kind_of_weights_and_no_experts() -> None:
     assert cells(card, "Qwen 3 MoE") == ["", "experts run on CPUs only"]
     assert cells(card, "Qwen 3.5, dense") == ["", "recurrent layers run on CPUs only"]
     assert cells(card, "Gemma 4, dense") == ["", "layers of different shapes run on CPUs only"]
+    assert cells(card, "StableLM") == ["", "layer norms run on CPUs only"]
 
 
 def test_every_family_and_every_refusal_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

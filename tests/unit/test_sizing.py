@@ -169,6 +169,37 @@ def test_a_gpu_is_refused_for_recurrent_layers() -> None:
         size_up(config, QWEN3_5, MACHINES["64 GiB"])
 
 
+@pytest.mark.parametrize(
+    ("name", "has"), [("gemma4", "layers of different shapes"), ("stablelm", "layer norms"), ("cohere", "layer norms")]
+)
+def test_a_gpu_is_refused_for_layers_that_it_does_not_know(name: str, has: str) -> None:
+    config = load_config("cpu_mixed", {"workers": {"mixed": {"device": "cuda"}}})
+    small = model(name, (1000, 256, 256, 6, 4, 2, 64), 1024, True)
+    with pytest.raises(StartupError, match=f"ForCausalLM has {has}, which run on CPUs only"):
+        size_up(config, small, MACHINES["64 GiB"])
+
+
+def test_published_gemma_4_has_its_size() -> None:
+    """The text part of E2B: over half of its weights are embeddings of layers, and 15 of 35 layers have KV."""
+    e2b = config_of(
+        {
+            "model_type": "gemma4_text",
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 35,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+            "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+        }
+    )
+    tables = 2 * 262_144 * 1536 + 262_144 * 35 * 256  # one more of the head, in its own layout
+    assert 1.8e9 < weight_bytes(e2b, "bfloat16", None, on_gpu=False) / 2 - tables < 2.1e9
+    assert kv_block_bytes(e2b, 16, "bfloat16") == 16 * 2 * 2 * (12 * 256 + 3 * 512)
+    assert pair_share(e2b) > 0
+
+
 def test_adapters_are_refused_for_recurrent_layers() -> None:
     config = load_config("cpu_mixed", {"model": {"adapters": {"name": "/folder"}}})
     with pytest.raises(StartupError, match="Qwen3_5ForCausalLM has recurrent layers, which take no adapters"):

@@ -11,12 +11,14 @@ from pathlib import Path
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import STORED_BITS, JsonObject, ModelConfig, read_json, unsupported
+from raydix.engine.model.families.cohere import COHERE, COHERE2
 from raydix.engine.model.families.corrected import DOTS1, ERNIE4_5_MOE, GLM4_MOE, MINIMAX_M2
 from raydix.engine.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED
 from raydix.engine.model.families.gpt_oss import GPT_OSS
 from raydix.engine.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
+from raydix.engine.model.families.layer_norms import GPT_NEOX, PHI, STABLELM, STARCODER2
 from raydix.engine.model.families.lfm import LFM2, LFM2_MOE
 from raydix.engine.model.families.llama import ERNIE4_5, EXAONE4, GLM, GLM4, HELIUM, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from raydix.engine.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
@@ -30,6 +32,7 @@ _ALL = (
     *(LLAMA, MISTRAL, MINISTRAL),
     *(QWEN2, QWEN3, QWEN3_5, GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
     *(PHI3, SMOLLM3, GLM, GLM4, HELIUM, ERNIE4_5, SEED_OSS),
+    *(COHERE, COHERE2, STABLELM, PHI, STARCODER2, GPT_NEOX),
     *(GRANITE, OLMO2, OLMO3, EXAONE4, MINISTRAL3),
     *(LFM2, LFM2_MOE, GRANITE_HYBRID, NEMOTRON_H),
     *(QWEN2_MOE, QWEN3_NEXT, QWEN3_5_MOE),

@@ -95,5 +95,6 @@ class Family:
             "experts": self.has_experts,
             "recurrent layers": self.is_recurrent,
             "layers of different shapes": "global_head_dim" in self.defaults,
+            "layer norms": "layer_norm_eps" in self.defaults,
         }
         return next((name for name, has in parts.items() if has), None)

@@ -209,7 +209,7 @@ GEMMA4 = Family(
     model_type="gemma4",
     architecture="Gemma4ForCausalLM",
     title="Gemma 4, dense",
-    sizes={"E2B": 5.1, "E4B": 8.0, "31B": 30.7},
+    sizes={"E2B": 4.63, "E4B": 7.46, "31B": 30.7},
     also=("Gemma4ForConditionalGeneration",),
     defaults=_GEMMA4_DEFAULTS,
     describe=_gemma4,
@@ -220,7 +220,7 @@ GEMMA4_UNIFIED = Family(
     model_type="gemma4unified",
     architecture="Gemma4UnifiedForCausalLM",
     title="Gemma 4 Unified",
-    sizes={"12B": 12.0},
+    sizes={"12B": 11.9},
     also=("Gemma4UnifiedForConditionalGeneration",),
     defaults={
         **_GEMMA4_DEFAULTS,
