@@ -281,7 +281,7 @@ def _is_reordered(one: PromptPart, other: PromptPart) -> bool:
 
 
 def _has_reasoning(text: str) -> bool:
-    return "<think" in text or "</think" in text
+    return any(mark in text for mark in ("<think", "</think", "<|channel|>analysis"))
 
 
 def _are_equal(one: str, other: str) -> bool:

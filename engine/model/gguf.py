@@ -1,8 +1,8 @@
 """GGUF files: their description and their tensors in Hugging Face's terms.
 
-A GGUF file names tensors and settings as llama.cpp does, stores the weights quantised, and for Llama has the rows of
-the q and k projections interleaved for llama.cpp's way of rotating. `GgufModel` undoes all three. The tokenizer is left
-to transformers, which builds one from the file's metadata (`write_tokenizer`).
+A GGUF file names tensors and settings as llama.cpp does, stores the weights quantised, and for Llama and its next of
+kin has the rows of the q and k projections interleaved for llama.cpp's way of rotating. `GgufModel` undoes all three.
+The tokenizer is left to transformers, which builds one from the file's metadata (`write_tokenizer`).
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -19,6 +19,8 @@ import numpy as np
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import STORED_BITS, unsupported
 from raydix.engine.model.families import FAMILIES
+from raydix.engine.model.families.mistral import MIXTRAL
+from raydix.engine.model.families.olmo import OLMO3
 from raydix.engine.model.gguf_settings import ArrayOf, read_settings
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_FAMILIES = {family.gguf_name: family for family in FAMILIES.values() if family.gguf_name is not None}
+# By the first family of a name: others of the same name are told apart by the file's settings (`_recognize`).
+_FAMILIES = {family.gguf_name: family for family in reversed(FAMILIES.values()) if family.gguf_name is not None}
 _TENSORS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -58,6 +61,36 @@ _EXPERT_TENSORS = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+_MIXTRAL_TENSORS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+_SHARED_EXPERT_TENSORS = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+# Tensors of a layer by the file's architecture, where they are others than most models'.
+_TENSORS_BY_KIND = {
+    "gemma2": _SANDWICH_LAYER_TENSORS,
+    "gemma3": _SANDWICH_LAYER_TENSORS,
+    "olmo2": {
+        **_LAYER_TENSORS,
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "phi3": {**_LAYER_TENSORS, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "qwen2moe": _LAYER_TENSORS | _EXPERT_TENSORS | _SHARED_EXPERT_TENSORS,
+    "qwen3moe": _LAYER_TENSORS | _EXPERT_TENSORS,
+    "olmoe": _LAYER_TENSORS | _EXPERT_TENSORS,
+    "mixtral": _LAYER_TENSORS | _MIXTRAL_TENSORS,
+}
+_MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+# Architectures whose queries and keys have the rows of each head interleaved.
+_INTERLEAVED = frozenset(("llama", "smollm3", "granite"))
 # Bits of a weight by its block's kind, scales included. Numbers of three bits take four, of five and six bits eight.
 MEMORY_BITS = {
     "Q4_0": 4.75,
@@ -77,7 +110,14 @@ MEMORY_BITS = {
 FILE_BITS = {2: 4.9, 3: 5.6, 7: 8.8, 8: 8.8, 9: 9.5, 11: 4.9, 12: 5.2, 13: 5.6, 14: 5.3, 15: 6.3, 16: 8.7, 17: 8.7}
 FILE_BITS |= {18: 8.7, 25: 5.2, 30: 4.9, 38: 4.6}
 _ROPE_FACTORS = "rope_freqs.weight"
+# Factors of LongRoPE: of texts up to the length of training, and of longer ones.
+_SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+_NO_WEIGHTS = (_ROPE_FACTORS, _SHORT_FACTORS, _LONG_FACTORS)
 _SINGLE_DIGIT_VOCABULARIES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
+# Architectures of which only files with a known way of splitting text are read: the others' files all have one.
+_CHECKED_VOCABULARIES = frozenset(("smollm3", "granite", "olmo2", "olmoe", "phi3", "qwen2moe"))
+# Vocabularies that split words as GPT-2 does.
+_GPT2_VOCABULARIES = ("default", "gpt-2", "olmo", "mpt", "phi-2", "jais", "trillion")
 _SHARD_BYTES = 2 << 30
 
 
@@ -112,7 +152,7 @@ class GgufModel:
         head_dim = int(self._setting("attention.key_length", hidden_size // heads))
         config: dict[str, Any] = {
             "architectures": [self.architecture],
-            "model_type": "gemma3_text" if self.kind == "gemma3" else self.kind,
+            "model_type": self.model_type,
             "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
             "hidden_size": hidden_size,
             "intermediate_size": int(self._setting("feed_forward_length")),
@@ -132,20 +172,43 @@ class GgufModel:
             if (token_id := self._field(f"tokenizer.ggml.{key}")) is not None:
                 config[key] = int(token_id)
 
-        if self.kind == "llama":
+        if self.kind in ("llama", "smollm3", "granite"):
             config["attention_bias"] = "blk.0.attn_q.bias" in self._tensors
         if self.kind.startswith("gemma"):
             config |= self._gemma(config)
-        if self.kind == "qwen3moe":
+        if self.kind == "granite":
             config |= {
-                "model_type": "qwen3_moe",
-                "num_experts": int(self._setting("expert_count")),
-                "num_experts_per_tok": int(self._setting("expert_used_count")),
-                "moe_intermediate_size": int(self._setting("expert_feed_forward_length")),
-                "norm_topk_prob": True,  # as every published one; the file does not say
+                "embedding_multiplier": float(self._setting("embedding_scale", 1.0)),
+                "attention_multiplier": float(self._setting("attention.scale", head_dim**-0.5)),
+                "residual_multiplier": float(self._setting("residual_scale", 1.0)),
+                "logits_scaling": float(self._setting("logit_scale", 1.0)),
             }
+        if self.kind in ("phi3", "olmo2"):
+            # Zero: none.
+            config["sliding_window"] = int(self._setting("attention.sliding_window", 0)) or None
+        if self.kind == "phi3":
+            original = self._setting("rope.scaling.original_context_length", config["max_position_embeddings"])
+            config["original_max_position_embeddings"] = int(original)
+        if self._num_experts():
+            config |= self._experts()
 
         return config
+
+    def _num_experts(self) -> int:
+        return int(self._field(f"{self.kind}.expert_count") or 0)
+
+    def _experts(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "num_experts": self._num_experts(),
+            "num_experts_per_tok": int(self._setting("expert_used_count")),
+            # As every published model of the architecture; the file does not say.
+            "norm_topk_prob": self.kind not in ("qwen2moe", "olmoe"),
+        }
+        if size := self._setting("expert_feed_forward_length", 0):
+            found["moe_intermediate_size"] = int(size)
+        if size := self._setting("expert_shared_feed_forward_length", 0):
+            found["shared_expert_intermediate_size"] = int(size)
+        return found
 
     def generation_config(self) -> dict[str, Any]:
         """The ids that end a generation: the end of the text and, where the file has one, the end of a turn."""
@@ -156,7 +219,7 @@ class GgufModel:
     def hf_names(self) -> dict[str, str]:
         """Map the name of each tensor in the file to Hugging Face's name; with braces, in whose place the number of an
         expert goes, where the tensor is one of all experts."""
-        return {name: self._hf_name(name) for name in self._tensors if name != _ROPE_FACTORS}
+        return {name: self._hf_name(name) for name in self._tensors if name not in _NO_WEIGHTS}
 
     def num_bytes(self, name: str, *, keeps: bool) -> int:
         """Size of the named tensor of the file once it is converted."""
@@ -209,10 +272,11 @@ class GgufModel:
 
     def _in_order(self, name: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The rows of a tensor in Hugging Face's order, which is another one for Llama's queries and keys."""
-        if self.kind == "llama" and name.split(".")[2:3] in (["attn_q"], ["attn_k"]):
+        if self.kind in _INTERLEAVED and name.split(".")[2:3] in (["attn_q"], ["attn_k"]):
             heads = "attention.head_count" if ".attn_q." in name else "attention.head_count_kv"
             return _unpermute(values, int(self._setting(heads)))
-        return values
+        # The one row of this gate is a vector in the file.
+        return values.reshape(1, -1) if ".ffn_gate_inp_shexp." in name else values
 
     def _kind(self, name: str) -> str | None:
         """The kind of the blocks in which a matrix of the file can be kept; None: it has to be widened."""
@@ -237,9 +301,7 @@ class GgufModel:
             return f"{_TENSORS[stem]}.{suffix}"
         block, _, rest = stem.partition(".")
         layer, _, part = rest.partition(".")
-        parts = _SANDWICH_LAYER_TENSORS if self.kind in ("gemma2", "gemma3") else _LAYER_TENSORS
-        if self.kind == "qwen3moe":
-            parts = _LAYER_TENSORS | _EXPERT_TENSORS
+        parts = _TENSORS_BY_KIND.get("mixtral" if self._is_mixtral else self.kind, _LAYER_TENSORS)
         if block != "blk" or part not in parts:
             raise StartupError(f"{self.path} has a tensor that no supported model has: {name}")
         return f"model.layers.{layer}.{parts[part]}.{suffix}"
@@ -251,10 +313,18 @@ class GgufModel:
         if _ROPE_FACTORS in self._tensors:
             factors = np.asarray(self._tensors[_ROPE_FACTORS].data, dtype=np.float32)
             rope |= _llama3_scaling(factors, theta, head_dim, self.path)
+        elif _LONG_FACTORS in self._tensors:
+            rope["rope_type"] = "longrope"
+            for key, name in (("short_factor", _SHORT_FACTORS), ("long_factor", _LONG_FACTORS)):
+                rope[key] = np.asarray(self._tensors[name].data, dtype=np.float32).tolist()
         elif kind != "none":
             rope |= {"rope_type": kind, "factor": float(self._setting("rope.scaling.factor"))}
             if original := self._setting("rope.scaling.original_context_length", 0):
                 rope["original_max_position_embeddings"] = int(original)
+            if self.kind == "olmo2" and (factor := self._setting("rope.scaling.attn_factor", 0.0)):
+                rope["attention_factor"] = float(factor)
+        if self.kind == "phi3" and (rotated := int(self._setting("rope.dimension_count", head_dim))) != head_dim:
+            rope["partial_rotary_factor"] = rotated / head_dim
         if self.kind != "gemma3":
             return rope
         local = float(self._setting("rope.freq_base_swa", 10_000.0))
@@ -285,18 +355,30 @@ class GgufModel:
     def _recognize(self) -> None:
         """Find the model's family, and refuse what is not supported."""
         kind = self._field("general.architecture")
-        if kind in _FAMILIES and kind != "qwen3moe" and (self._field(f"{kind}.expert_count") or 0) > 0:
-            raise StartupError(f"{self.path.name} is a {kind} with experts, which raydix reads from safetensors only")
         if kind not in _FAMILIES:
             raise unsupported(f"the GGUF architecture {kind!r} of {self.path.name}", _FAMILIES)
+        family, has_experts = _FAMILIES[kind], (self._field(f"{kind}.expert_count") or 0) > 0
+        self._is_mixtral = kind == "llama" and has_experts
+        if has_experts and not (family.has_experts or self._is_mixtral):
+            raise StartupError(f"{self.path.name} is a {kind} with experts, which raydix reads from safetensors only")
         if (self._field("split.count") or 1) > 1:
             raise StartupError(f"{self.path} is one part of a split GGUF: merge it first with llama-gguf-split --merge")
         self.kind = str(kind)
-        self.architecture = _FAMILIES[self.kind].architecture
+        self.model_type = _MODEL_TYPES.get(self.kind, self.kind)
+        # Two architectures have each the files of two families.
+        if self._is_mixtral:
+            family, self.model_type = MIXTRAL, "mixtral"
+        elif kind == "olmo2" and self._field("olmo2.attention.sliding_window"):
+            family, self.model_type = OLMO3, "olmo3"
+        self.architecture = family.architecture
 
     def _field(self, key: str) -> Any:
         field = self._reader.fields.get(key)
         return None if field is None else field.contents()
+
+    def _setting_of_tokenizer(self, key: str, default: str) -> Any:
+        value = self._field(f"tokenizer.ggml.{key}")
+        return default if value is None else value
 
     def _setting(self, key: str, default: Any = None) -> Any:
         value = self._field(f"{self.kind}.{key}")
@@ -350,19 +432,30 @@ def write_model_folder(path: Path, folder: Path, progress: Callable[[str], None]
     _write_json(folder / "generation_config.json", model.generation_config())
     _write_weights(model, folder, progress, keeps=keeps)
     progress("building the tokenizer")
-    write_tokenizer(path, folder, pre_tokenizer=str(model._field("tokenizer.ggml.pre")))
+    write_tokenizer(
+        path, folder, architecture=model.kind, pre_tokenizer=str(model._setting_of_tokenizer("pre", "default"))
+    )
 
 
-def write_tokenizer(path: Path, folder: Path, *, pre_tokenizer: str) -> None:
-    """Write the tokenizer and chat template that a GGUF file describes."""
+def write_tokenizer(path: Path, folder: Path, *, architecture: str, pre_tokenizer: str) -> None:
+    """Write the tokenizer and chat template that a GGUF file of an `architecture` describes. `pre_tokenizer` names the
+    way in which its text is split."""
     from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     from raydix.engine.model.tokenizer import quiet_transformers
 
+    known = {*GGUF_PRE_TOKENIZER_SPLITS, *_SINGLE_DIGIT_VOCABULARIES, *_GPT2_VOCABULARIES}
+    if architecture in _CHECKED_VOCABULARIES and pre_tokenizer not in known:
+        raise StartupError(f"{path} splits text in the way {pre_tokenizer!r}, which is not supported")
     with quiet_transformers():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            # Of architectures that it does not know transformers builds the tokenizer all the same, as any other one.
+            is_known = architecture in GGUF_SUPPORTED_ARCHITECTURES or _MODEL_TYPES.get(architecture) is not None
+            kind = AutoTokenizer if is_known else PreTrainedTokenizerFast
+            tokenizer = kind.from_pretrained(path.parent, gguf_file=path.name)
         except Exception as error:  # transformers' many ways of not knowing a tokenizer
             raise StartupError(f"cannot build a tokenizer from {path}: {error}") from error
         if pre_tokenizer in _SINGLE_DIGIT_VOCABULARIES:

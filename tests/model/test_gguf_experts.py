@@ -100,6 +100,6 @@ def test_every_expert_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_experts_of_another_architecture_are_refused_by_the_settings(tmp_path: Path) -> None:
     save_model(tmp_path)
-    write_gguf(tmp_path, path := tmp_path / "m.gguf", architecture="llama")
-    with pytest.raises(StartupError, match="a llama with experts, which raydix reads from safetensors only"):
+    write_gguf(tmp_path, path := tmp_path / "m.gguf", architecture="qwen3")
+    with pytest.raises(StartupError, match="a qwen3 with experts, which raydix reads from safetensors only"):
         GgufModel(path)

@@ -62,7 +62,8 @@ class Family:
     also: tuple[str, ...] = ()
     """Other architectures and model types that are the same decoder, names as above."""
     gguf_name: str | None = None
-    """The name in GGUF's `general.architecture`; None: GGUF files name it otherwise, or cannot be read."""
+    """The name in GGUF's `general.architecture`, which two families may share; None: GGUF files name it otherwise, or
+    cannot be read."""
     reads_quantized: tuple[str, ...] = ()
     """Kinds of quantised weights, as `quant_method` names them, that only this family has."""
     stored_bytes: float | None = None

@@ -24,6 +24,7 @@ GRANITE = Family(
     architecture="GraniteForCausalLM",
     title="Granite 3, dense",
     sizes={"2B": 2.53, "8B": 8.17},
+    gguf_name="granite",
     defaults={
         "max_position_embeddings": 2048,
         "embedding_multiplier": 1.0,

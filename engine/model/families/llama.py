@@ -51,6 +51,7 @@ SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
     title="SmolLM 3",
     sizes={"3B": 3.08},
+    gguf_name="smollm3",
     defaults={
         "max_position_embeddings": 32_768,
         "num_key_value_heads": 4,
@@ -107,6 +108,7 @@ PHI3 = Family(
     architecture="Phi3ForCausalLM",
     title="Phi 3 and 4",
     sizes={"mini 3.8B": 3.82, "4 mini 3.8B": 3.84, "medium 14B": 14.0, "4 14B": 14.7},
+    gguf_name="phi3",
     defaults={
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 4096,

@@ -118,6 +118,7 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     title="Mixtral",
     sizes={"8x7B": 46.7, "8x22B": 140.6},
+    gguf_name="llama",
     defaults={
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131_072,

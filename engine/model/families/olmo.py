@@ -28,6 +28,7 @@ OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     title="OLMo 2",
     sizes={"1B": 1.48, "7B": 7.3, "13B": 13.7, "32B": 32.2},
+    gguf_name="olmo2",
     defaults=OLMO2_DEFAULTS,
     describe=olmo,
 )
@@ -54,6 +55,7 @@ OLMO3 = Family(
     architecture="Olmo3ForCausalLM",
     title="OLMo 3",
     sizes={"7B": 7.3, "32B": 32.2},
+    gguf_name="olmo2",
     defaults={**OLMO2_DEFAULTS, "rope_theta": 500_000.0, "sliding_window": 4096},
     describe=_olmo3,
 )
@@ -71,6 +73,7 @@ OLMOE = Family(
     architecture="OlmoeForCausalLM",
     title="OLMoE",
     sizes={"1B-7B": 6.92},
+    gguf_name="olmoe",
     defaults={
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 4096,

@@ -70,6 +70,7 @@ QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
     title="Qwen 1.5 and 2 MoE",
     sizes={"A2.7B": 14.3, "57B-A14B": 57.4},
+    gguf_name="qwen2moe",
     defaults={
         **QWEN2_DEFAULTS,
         "num_key_value_heads": 16,
