@@ -37,8 +37,9 @@ def make_engine(
     drafter: Drafter | None = None,
     max_len: int = 100,
     swap_bytes: int = 0,
+    kv_dtype: torch.dtype = torch.bfloat16,
 ) -> Engine:
-    store = make_pool(decoder.config, num_blocks, BLOCK_SIZE, torch.bfloat16, decoder.device)
+    store = make_pool(decoder.config, num_blocks, BLOCK_SIZE, kv_dtype, decoder.device)
     limits = SchedulerLimits(budget, 16)
     is_recurrent = decoder.config.recurrent is not None
     states = StatePool(decoder.config, NUM_STATES) if is_recurrent else None

@@ -131,13 +131,16 @@ FLOAT8: dict[str, tuple[str, str, dict[str, Any]]] = {
 WIDE = "0.mlp.down_proj.weight"  # the end of the name of a matrix that stays in bfloat16 among those in FP8
 
 
-def write_float8(case: str, folder: Path, wide: str = WIDE) -> dict[str, Tensor]:
+def write_float8(
+    case: str, folder: Path, wide: str = WIDE, family: str = "Llama", sizes: dict[str, Any] = SIZES
+) -> dict[str, Tensor]:
     """Write a random model in FP8, all but one of its matrices; returns the weights by the formats' rule."""
     part, strategy, quantized = FLOAT8[case]
     with quiet_transformers():
         import transformers
 
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(folder)
+        config_class = getattr(transformers, f"{family}Config")
+        getattr(transformers, f"{family}ForCausalLM")(config_class(**sizes)).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
     tensors, stored = load_file(folder / "model.safetensors"), {}
