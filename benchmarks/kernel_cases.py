@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,8 +16,10 @@ from raydix.kernels.batch_invariant_matmul.reference import batch_invariant_matm
 from raydix.kernels.kv_pack import kv_pack
 from raydix.kernels.kv_pack.reference import kv_pack_reference
 from raydix.kernels.kv_unpack import kv_unpack
+from raydix.kernels.paged_attention.plan import AttentionPlanner, Heads
 from raydix.kernels.paged_attention.reference import paged_attention_reference
 from raydix.kernels.paged_attention.triton import paged_attention_triton
+from raydix.kernels.paged_attention.work import Sequences
 from raydix.kernels.rms_norm import rms_norm
 from raydix.kernels.rms_norm.reference import add_rms_norm_reference
 from raydix.kernels.rotary import rotary_tables
@@ -135,6 +138,22 @@ def attention_cases(
             else relative_error(out[num_queries - checked : num_queries], expected)
         )
 
+    # Planned once for all layers of a step, so outside of what is timed.
+    heads = Heads(NUM_HEADS, NUM_KV_HEADS, head_dim, inputs.query.dtype)
+    counts = np.arange(batch, dtype=np.int64)
+    sequences = Sequences(
+        counts * num_queries,
+        np.full_like(counts, num_queries),
+        np.full_like(counts, context_len),
+        counts * inputs.block_tables.shape[1],
+    )
+    plans = {
+        deterministic: AttentionPlanner(
+            heads, (None,), inputs.query.device, context_len, deterministic=deterministic
+        ).plan(sequences)[None]
+        for deterministic in (False, True)
+    }
+
     def run(deterministic: bool) -> Any:
         return paged_attention_triton(
             inputs.query,
@@ -145,7 +164,7 @@ def attention_cases(
             inputs.context_lens,
             scale=inputs.scale,
             deterministic=deterministic,
-            max_query_len=num_queries,
+            plan=plans[deterministic],
         )
 
     shape = f"{batch} x {num_queries} of {context_len}, dim {head_dim}"

@@ -27,7 +27,7 @@ from raydix.engine.core.worker.step import ScheduledChunk, SchedulerOutput
 from raydix.engine.model.config import ModelConfig
 from raydix.engine.model.cuda import CudaGraphs
 from raydix.engine.model.cuda_kv_pool import CudaKVPool
-from raydix.engine.model.cuda_runner import CudaRunner, graph_shapes
+from raydix.engine.model.cuda_runner import CudaRunner, graph_rows
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.families import config_of
 from raydix.engine.model.runner import ModelRunner
@@ -130,8 +130,8 @@ def _request(index: int, num_tokens: int) -> Request:
 def _cases(decoder: Decoder, pool: CudaKVPool, mode: str) -> Iterator[KernelCase]:
     config = decoder.config
     eager = ModelRunner(decoder, pool)
-    shapes = graph_shapes(max(batch for batch, _ in DECODES), max(context for _, context in DECODES), BLOCK_SIZE)
-    runner = CudaRunner(decoder, pool, shapes, CudaGraphs(decoder.device))
+    rows = graph_rows(max(batch for batch, _ in DECODES))
+    runner = CudaRunner(decoder, pool, rows, CudaGraphs(decoder.device))
 
     for batch, context in DECODES:
         chunks = decodes(batch, context)

@@ -19,7 +19,7 @@ from raydix.engine.model.adapter_store import AdapterStore
 from raydix.engine.model.config import ModelConfig
 from raydix.engine.model.cuda import CudaGraphs
 from raydix.engine.model.cuda_kv_pool import CudaKVPool
-from raydix.engine.model.cuda_runner import CudaRunner, graph_shapes
+from raydix.engine.model.cuda_runner import CudaRunner, graph_rows
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.device_memory import CudaMemory, measured_pool_bytes, unplanned_pool_bytes
 from raydix.engine.model.engine import Engine
@@ -178,8 +178,8 @@ def make_runner(
     max_drafted = 0
     if drafts is not None and decoder.has_independent_rows:
         max_drafted = min(MAX_DRAFT_TOKENS, limits.max_requests * drafts.depth)
-    shapes = graph_shapes(limits.max_requests, decoder.max_position, kv_pool.block_size, max_drafted)
-    runner = CudaRunner(decoder, kv_pool, shapes, CudaGraphs(decoder.device), grammars=grammars, adapters=adapters)
+    rows = graph_rows(limits.max_requests, max_drafted)
+    runner = CudaRunner(decoder, kv_pool, rows, CudaGraphs(decoder.device), grammars=grammars, adapters=adapters)
     runner.warm_up(limits.token_budget)
     return runner
 
@@ -229,7 +229,10 @@ def run_largest_step(decoder: Decoder, settings: EngineSettings) -> int:
     block_size = settings.block_size
     num_tokens = min(settings.limits.token_budget, decoder.max_position)
     pool = make_pool(decoder.config, -(-num_tokens // block_size), block_size, decoder.dtype, decoder.device)
-    ModelRunner(decoder, pool).run(made_up_step([num_tokens], block_size, Sampling(max_tokens=1, logprobs=1)))
+    runner = ModelRunner(decoder, pool)
+    if decoder.device.type == "cuda":  # with attention's memory, as the worker's own will have it
+        runner = CudaRunner(decoder, pool, (), CudaGraphs(decoder.device))
+    runner.run(made_up_step([num_tokens], block_size, Sampling(max_tokens=1, logprobs=1)))
     return pool.num_blocks * pool.block_bytes
 
 

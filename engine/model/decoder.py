@@ -67,6 +67,7 @@ from raydix.kernels.linear import (
     stacked,
 )
 from raydix.kernels.paged_attention import paged_attention
+from raydix.kernels.paged_attention.plan import Plans
 from raydix.kernels.rms_norm import rms_norm
 from raydix.kernels.rotary import rotary_order, rotary_tables
 from raydix.kernels.rotary_kv_store import rotary_kv_store
@@ -94,8 +95,8 @@ class ForwardBatch:
     """[S] int32: KV tokens of each sequence, its chunk included."""
     logits_rows: Tensor
     """[R] int64: tokens of the batch whose logits or hidden states are wanted."""
-    max_query_len: int | None = None
-    """Tokens of the longest chunk, if known."""
+    plans: Plans | None = None
+    """Of attention, for each window of the layers; None on CPUs, and where it may be planned in each layer."""
     loras: tuple[LoraRows, ...] = ()
     """Rows that are computed with adapters, each with one."""
     states: StateUse | None = None
@@ -534,8 +535,8 @@ class Decoder:
             sliding_window=layer.window,
             soft_cap=self.config.attention_soft_cap,
             deterministic=self.deterministic,
-            max_query_len=batch.max_query_len,
             sinks=layer.sinks,
+            plan=None if batch.plans is None else batch.plans[layer.window],
         )
 
 
@@ -565,7 +566,7 @@ def _wanted(batch: ForwardBatch) -> ForwardBatch:
         block_tables=batch.block_tables[sequences],
         query_start=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
         context_lens=(positions + 1).int(),
-        max_query_len=1,
+        plans=None,
     )
 
 

@@ -97,12 +97,16 @@ class ModelRunner:
     def hidden(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
         """Compute the rows for the step's logits (`rows_of` the chunks), then one per scored position, then one per
         pooled position."""
+        return self.decoder.hidden(self.make_batch(chunks), self.kv_pool, self.states)
+
+    def make_batch(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
+        """Lay out a step, with its rows of adapters and its recurrent states."""
         batch = build_batch(chunks, self.kv_pool.block_size, self.kv_pool.device)
         if self.adapters is not None and have_adapters(chunks):
             batch = replace(batch, loras=lora_rows(chunks, self.adapters, self.kv_pool.device))
         if self.states is not None:
             batch = replace(batch, states=state_use(chunks))
-        return self.decoder.hidden(batch, self.kv_pool, self.states)
+        return batch
 
     def _score(self, hidden: Tensor, chunks: Sequence[ScheduledChunk]) -> dict[str, list[TokenLogprobs]]:
         """The scores of each chunk; `hidden` has the rows of all their scored positions, [num_scored, hidden_size]."""
@@ -255,7 +259,6 @@ def lay_out(
         query_start=upload(query_start, torch.int32, device),
         context_lens=upload(context_lens, torch.int32, device),
         logits_rows=upload(wanted_rows, torch.int64, device),
-        max_query_len=max(len(part.token_ids) for part in parts),
     )
 
 

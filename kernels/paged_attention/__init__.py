@@ -5,6 +5,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.paged_attention.plan import AttentionPlan
 from raydix.kernels.paged_attention.reference import paged_attention_reference
 
 __all__ = ["paged_attention"]
@@ -25,8 +26,8 @@ def paged_attention(
     return_lse: Literal[False] = ...,
     out: Tensor | None = ...,
     deterministic: bool = ...,
-    max_query_len: int | None = ...,
     sinks: Tensor | None = ...,
+    plan: AttentionPlan | None = ...,
 ) -> Tensor: ...
 
 
@@ -45,8 +46,8 @@ def paged_attention(
     return_lse: Literal[True],
     out: Tensor | None = ...,
     deterministic: bool = ...,
-    max_query_len: int | None = ...,
     sinks: Tensor | None = ...,
+    plan: AttentionPlan | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -64,8 +65,8 @@ def paged_attention(
     return_lse: bool = False,
     out: Tensor | None = None,
     deterministic: bool = False,
-    max_query_len: int | None = None,
     sinks: Tensor | None = None,
+    plan: AttentionPlan | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of each sequence's newest queries over all its KV (prefix plus chunk).
 
@@ -78,10 +79,10 @@ def paged_attention(
 
     Returns out [num_tokens, num_heads, head_dim] (`out` itself if given), and with `return_lse` also the natural
     log-sum-exp of the scores, [num_tokens, num_heads] float32. With `deterministic` each row's bits depend only on the
-    row's query and KV, never on chunking, neighbours or threads; on CPU they never do (bfloat16 and float32).
-    `max_query_len` is a bound on the queries of a sequence that the caller guarantees; it saves a GPU from
-    looking for more. `sinks` [num_heads] float32, on CPUs only: of each head the score of one more key, whose value is
-    zero. Raises `ValueError` on wrong shapes and `TypeError` on wrong dtypes.
+    row's query and KV, never on chunking, neighbours or threads; on CPU they never do (bfloat16 and float32). `sinks`
+    [num_heads] float32, on CPUs only: of each head the score of one more key, whose value is zero. `plan`, for GPUs
+    only: of this step and this window; without one a GPU is waited for to make it. Raises `ValueError` on wrong shapes
+    and `TypeError` on wrong dtypes.
     """
     if query.is_cuda:
         # Imported where it is needed: a machine without a GPU may have no Triton.
@@ -100,8 +101,8 @@ def paged_attention(
             return_lse=return_lse,
             out=out,
             deterministic=deterministic,
-            max_query_len=max_query_len,
             sinks=sinks,
+            plan=plan,
         )
     ops = cpu_ops()
     if ops is not None:

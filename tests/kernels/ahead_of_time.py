@@ -29,7 +29,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from raydix.kernels.batch_invariant_matmul import triton as matmul
 from raydix.kernels.kv_pack.triton import kv_pack_triton
-from raydix.kernels.paged_attention import triton as attention
+from raydix.kernels.paged_attention import plan as attention_plan
+from raydix.kernels.paged_attention.triton import paged_attention_triton
 from raydix.kernels.rms_norm.triton import rms_norm_triton
 from raydix.kernels.rotary_kv_store.triton import rotary_kv_store_triton
 from raydix.kernels.sample import Controls, TokenMask
@@ -84,7 +85,7 @@ def recorded(target: int, num_multiprocessors: int = MULTIPROCESSORS) -> Iterato
         mock.patch.object(JITFunction, "__getitem__", launcher),
         mock.patch.multiple(matmul, is_hopper=hopper, multiprocessors=lambda device: num_multiprocessors),
         mock.patch.multiple(
-            attention, is_hopper=hopper, multiprocessors=lambda device: num_multiprocessors, shared_memory=shared
+            attention_plan, is_hopper=hopper, multiprocessors=lambda device: num_multiprocessors, shared_memory=shared
         ),
     ):
         yield launches
@@ -187,7 +188,7 @@ def attentions(heads: Sequence[tuple[int, int, int]] = HEADS) -> None:
     ):
         caches = torch.zeros(2, 600, num_kv_heads, 16, head_dim, dtype=torch.bfloat16)
         starts = torch.tensor([0, *lengths]).cumsum(0).int()
-        attention.paged_attention_triton(
+        paged_attention_triton(
             torch.zeros(sum(lengths), num_heads, head_dim, dtype=torch.bfloat16),
             caches[0],
             caches[1],
@@ -198,7 +199,6 @@ def attentions(heads: Sequence[tuple[int, int, int]] = HEADS) -> None:
             sliding_window=1024 if is_gemma else None,
             soft_cap=30.0 if is_gemma else None,
             deterministic=deterministic,
-            max_query_len=max(lengths),
         )
 
 

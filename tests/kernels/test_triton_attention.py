@@ -2,12 +2,16 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from raydix.kernels.paged_attention import plan as plans
 from raydix.kernels.paged_attention import triton as kernels
+from raydix.kernels.paged_attention.plan import AttentionPlanner, Heads
 from raydix.kernels.paged_attention.reference import paged_attention_reference
+from raydix.kernels.paged_attention.work import Sequences
 from tests.kernels.kernel_cases import Chunk, PagedCase, assert_close, batch_of, paged_case
 from tests.kernels.triton_cases import DEVICE, assert_relative, needs_gpu, on_device
 
@@ -115,20 +119,13 @@ def test_tokens_of_no_sequence_are_left_alone() -> None:
     assert (out[2:] == 7.0).all()
 
 
-def test_bounds_known_to_the_caller_change_nothing() -> None:
-    case = case_of([90, 30])
-    chunks = [Chunk(0, 89, 90), Chunk(1, 29, 30)]
-    bounded = attend(case, chunks, max_query_len=1, max_context_len=90)
-    assert torch.equal(bounded, attend(case, chunks))
-
-
 @pytest.fixture(params=[1, 1000])
 def device_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Launches as on a device of one multiprocessor, which walks splits in turn, or of many, which splits all."""
     size: int = request.param
-    monkeypatch.setattr(kernels, "multiprocessors", lambda device: size)
-    monkeypatch.setattr(kernels, "SPLIT", 128)
-    monkeypatch.setattr(kernels, "DETERMINISTIC_SPLIT", 128)
+    monkeypatch.setattr(plans, "multiprocessors", lambda device: size)
+    monkeypatch.setattr(plans, "SEGMENT", 128)
+    monkeypatch.setattr(plans, "DETERMINISTIC_SEGMENT", 128)
     monkeypatch.setattr(kernels, "UNROLL", 2)
     return size
 
@@ -136,7 +133,7 @@ def device_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture(params=[False, True], ids=["any", "hopper"])
 def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches as on any GPU, or as on one of the Hopper generation."""
-    monkeypatch.setattr(kernels, "is_hopper", lambda device: request.param)
+    monkeypatch.setattr(plans, "is_hopper", lambda device: request.param)
 
 
 @pytest.mark.usefixtures("device_size", "generation")
@@ -165,16 +162,16 @@ def test_bits_do_not_depend_on_chunks_or_splits_in_deterministic_mode(
         beside = [Chunk(1, 60, 70), Chunk(0, position, position + 1)]
         assert torch.equal(attend(case, beside, **options)[-1], whole[position])
     if device_size > 1:
-        monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1)
+        monkeypatch.setattr(plans, "multiprocessors", lambda device: 1)
         assert torch.equal(attend(case, [Chunk(0, 0, length)], **options), whole)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_partial_results_are_bounded(mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where parallel splits would take too much memory there are fewer, or they are walked in turn."""
-    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1000)
-    monkeypatch.setattr(kernels, "SPLIT", 64)
-    monkeypatch.setattr(kernels, "DETERMINISTIC_SPLIT", 128)
+    monkeypatch.setattr(plans, "multiprocessors", lambda device: 1000)
+    monkeypatch.setattr(plans, "SEGMENT", 64)
+    monkeypatch.setattr(plans, "DETERMINISTIC_SEGMENT", 128)
     made: list[int] = []
 
     def remember(*shape: Any, **options: Any) -> torch.Tensor:
@@ -185,7 +182,7 @@ def test_partial_results_are_bounded(mode: dict[str, Any], monkeypatch: pytest.M
     case = case_of([700, 65])
     chunks = [Chunk(0, 600, 700), Chunk(1, 64, 65)]
     unbounded = attend(case, chunks, **mode)
-    monkeypatch.setattr(kernels, "MAX_PARTIAL_BYTES", 150_000)
+    monkeypatch.setattr(plans, "MAX_PARTIAL_BYTES", 150_000)
     empty = torch.empty
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", remember)
@@ -209,7 +206,7 @@ def test_matches_reference_for_decodes_with_drafts(
 ) -> None:
     case = case_of([context for _, context in DRAFTED], num_heads=6, num_kv_heads=2, dtype=dtype)
     chunks = [Chunk(index, context - count, context) for index, (count, context) in enumerate(DRAFTED)]
-    check(case, chunks, mode | {"max_query_len": 9}, **options)
+    check(case, chunks, mode, **options)
 
 
 @pytest.mark.usefixtures("device_size", "generation")
@@ -220,10 +217,62 @@ def test_a_query_of_a_draft_has_the_bits_of_a_decode(options: dict[str, Any]) ->
     options = options | {"deterministic": True}
     chunks = [Chunk(index, context - count, context) for index, (count, context) in enumerate(DRAFTED)]
     rows = [Chunk(each.sequence, end - 1, end) for each in chunks for end in range(each.begin + 1, each.end + 1)]
-    together = attend(case, chunks, max_query_len=9, **options)
-    assert torch.equal(attend(case, rows, max_query_len=1, **options), together)
+    together = attend(case, chunks, **options)
+    assert torch.equal(attend(case, rows, **options), together)
     for row in (0, 3, 12, len(rows) - 1):
-        assert torch.equal(attend(case, rows[row : row + 1], max_query_len=1, **options)[0], together[row])
+        assert torch.equal(attend(case, rows[row : row + 1], **options)[0], together[row])
+
+
+@pytest.mark.usefixtures("generation")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("window", [None, 200])
+def test_a_list_with_room_is_walked_to_its_count(
+    mode: dict[str, Any], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a graph: one memory for the lists of steps of up to 4 rows, and wider block tables; padding is left
+    alone."""
+    monkeypatch.setattr(plans, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(plans, "SEGMENT", 128)
+    monkeypatch.setattr(plans, "DETERMINISTIC_SEGMENT", 128)
+    case = case_of([700, 65, 400], num_heads=2, num_kv_heads=2)
+    heads = Heads(2, 2, 64, torch.bfloat16)
+    planner = AttentionPlanner(heads, (window,), DEVICE, 700, deterministic=bool(mode))
+    places = planner.places(4, begin=0)
+    memory = np.zeros(places[-1].end, np.int32)
+    for ends in ([700, 60, 399], [300], [2, 64]):
+        query, keys, values, tables, starts, contexts = batch(
+            case, [Chunk(index, end - 1, end) for index, end in enumerate(ends)]
+        )
+        wide = torch.zeros((4, 64), dtype=torch.int32, device=DEVICE)
+        wide[: len(ends), : tables.shape[1]] = tables
+        each = np.arange(len(ends))
+        planner.write(Sequences(each, np.ones_like(each), np.array(ends), 64 * each), places, memory)
+        plan = planner.plans(places, torch.from_numpy(memory).to(DEVICE))[window]
+        rows = torch.cat((query, query.new_zeros((4 - len(ends), 2, 64))))
+        out = torch.full_like(rows, 7.0)
+        unread = torch.zeros(5, dtype=torch.int32, device=DEVICE)
+        options = {"scale": case.scale, "sliding_window": window, **mode}
+        paged_attention_triton(rows, keys, values, wide, unread, unread[:4], out=out, plan=plan, **options)
+        expected, _ = paged_attention_reference(
+            query, keys, values, tables, starts, contexts, scale=case.scale, sliding_window=window
+        )
+        assert_relative(out[: len(ends)], expected)
+        assert (out[len(ends) :] == 7.0).all()
+
+
+def test_a_plan_is_for_one_window_and_mode() -> None:
+    case = case_of([20])
+    arguments = batch(case, [Chunk(0, 19, 20)])
+    planner = AttentionPlanner(Heads(2, 1, 64, torch.bfloat16), (None,), DEVICE, 20, deterministic=False)
+    one = np.ones(1, np.int64)
+    plan = planner.plan(Sequences(0 * one, one, 20 * one, 0 * one))[None]
+    paged_attention_triton(*arguments, scale=1.0, plan=plan)
+    for options in ({"sliding_window": 3}, {"deterministic": True}):
+        with pytest.raises(ValueError, match="another window or mode"):
+            paged_attention_triton(*arguments, scale=1.0, plan=plan, **options)
+    query, keys, values, tables, *rest = arguments
+    with pytest.raises(ValueError, match="contiguous"):
+        paged_attention_triton(query, keys, values, tables.repeat(1, 2)[:, ::2], *rest, scale=1.0, plan=plan)
 
 
 def test_rejects_what_it_cannot_do() -> None:

@@ -16,7 +16,7 @@ from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.model.build import make_pool, make_runner
-from raydix.engine.model.cuda_runner import CudaRunner, graph_shapes
+from raydix.engine.model.cuda_runner import CudaRunner, graph_rows
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.engine import Engine
 from raydix.engine.model.families import config_of
@@ -95,8 +95,8 @@ def make(decoder: Decoder, drafts: DraftLimits | None = None) -> ModelRunner:
     if decoder.device.type == "cuda":
         return make_runner(decoder, pool, LIMITS, drafts=drafts)
     max_drafted = 0 if drafts is None else drafts.depth
-    shapes = graph_shapes(LIMITS.max_requests, MAX_LEN, BLOCK_SIZE, max_drafted)
-    return CudaRunner(decoder, pool, shapes, Repetition())
+    rows = graph_rows(LIMITS.max_requests, max_drafted)
+    return CudaRunner(decoder, pool, rows, Repetition())
 
 
 def test_the_same_bits_alone_in_chunks_and_together(decoder: Decoder) -> None:

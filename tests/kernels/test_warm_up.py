@@ -16,7 +16,7 @@ from raydix.engine.core.types import Assignment, Sampling, Stage
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.model.build import make_pool
-from raydix.engine.model.cuda_runner import CudaRunner, graph_shapes
+from raydix.engine.model.cuda_runner import CudaRunner, graph_rows
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.engine import Engine
 from raydix.engine.model.families import config_of
@@ -87,8 +87,8 @@ def test_traffic_takes_no_kernel_that_the_start_did_not_take(
     decoder = Decoder(config, RandomTensors(config), torch.bfloat16, "cpu", deterministic=True)
     decoder.deterministic = deterministic  # of attention; products of the fast mode are not Triton's
     pool = make_pool(config, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, decoder.device)
-    shapes = graph_shapes(LIMITS.max_requests, MAX_LEN, BLOCK_SIZE, LIMITS.max_requests * DRAFTS.depth)
-    runner = CudaRunner(decoder, pool, shapes, Repetition())
+    rows = graph_rows(LIMITS.max_requests, LIMITS.max_requests * DRAFTS.depth)
+    runner = CudaRunner(decoder, pool, rows, Repetition())
     runner.warm_up(LIMITS.token_budget)
     known = set(map(variant, launches))
     assert len({name for name, *_ in known}) > 10

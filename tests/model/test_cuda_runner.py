@@ -21,12 +21,12 @@ from raydix.engine.core.worker.step import RunnerOutput, SchedulerOutput
 from raydix.engine.model.build import make_pool
 from raydix.engine.model.cuda import CudaGraphs, Graphs
 from raydix.engine.model.cuda_kv_pool import PIECE_BYTES, CudaKVPool
-from raydix.engine.model.cuda_runner import CudaRunner, graph_shapes
+from raydix.engine.model.cuda_runner import CudaRunner, graph_rows
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.engine import Engine
 from raydix.engine.model.families import config_of
 from raydix.engine.model.kv_pool import KVPool
-from raydix.engine.model.runner import ModelRunner
+from raydix.engine.model.runner import ModelRunner, made_up_step
 from raydix.engine.model.weights import RandomTensors
 from tests.cuda_stand_ins import Repetition
 from tests.skips import NO_GPU, NO_PRODUCT
@@ -91,7 +91,7 @@ def test_steps_with_and_without_graphs_answer_alike() -> None:
     decoder = make_decoder("cpu")
     pools = [KVPool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16) for _ in range(2)]
     graphs = Repetition()
-    runner = CudaRunner(decoder, pools[0], graph_shapes(5, MAX_LEN, BLOCK_SIZE), graphs)
+    runner = CudaRunner(decoder, pools[0], graph_rows(5), graphs)
     assert answers(runner) == answers(ModelRunner(decoder, pools[1]))
     assert graphs.num_replays > 20
     assert torch.equal(pools[0].data, pools[1].data), "padding stores nothing"
@@ -150,7 +150,7 @@ def check_drafts(device: str, graphs: Graphs) -> None:
         pytest.skip(NO_PRODUCT)
     pools = [make_pool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, decoder.device) for _ in range(2)]
     plain = answers(ModelRunner(decoder, pools[0]))
-    runner = CudaRunner(decoder, pools[1], graph_shapes(5, MAX_LEN, BLOCK_SIZE, max_drafted=30), graphs)
+    runner = CudaRunner(decoder, pools[1], graph_rows(5, max_drafted=30), graphs)
     drafted = answers(runner, Known(plain))
     assert by_request(drafted) == by_request(plain)
     assert sum(event.num_accepted for event in drafted) > 40
@@ -175,16 +175,17 @@ def test_graphs_give_the_bits_of_their_work() -> None:
     decoder = make_decoder("cuda")
     pool = CudaKVPool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, decoder.device)
     pool.data.normal_()
-    runner = CudaRunner(decoder, pool, graph_shapes(64, MAX_LEN, BLOCK_SIZE), CudaGraphs(decoder.device))
-    for shape in runner.shapes:
-        rows = torch.randint(0, NUM_BLOCKS, (shape.rows, 4 + shape.max_blocks), dtype=torch.int32)
-        contexts = torch.randint(1, min(shape.max_blocks * BLOCK_SIZE, MAX_LEN), (shape.rows,))
-        rows[:, 1], rows[:, 2], rows[:, 3] = contexts - 1, -1, contexts
-        runner._input[: shape.size].copy_(rows.view(-1))
-        expected = runner._decode(shape).clone()
+    runner = CudaRunner(decoder, pool, graph_rows(64), CudaGraphs(decoder.device))
+    chance = random.Random(0)
+    for rows in runner.rows:
+        contexts = [chance.randrange(1, MAX_LEN) for _ in range(rows)]
+        chunks = [made_up_step([1], BLOCK_SIZE, start=context - 1).chunks[0] for context in contexts]
+        used = runner._inputs[rows].fill(chunks, BLOCK_SIZE)
+        runner._input[:used].copy_(runner._inputs[rows].host[:used])
+        expected = runner._decode(rows).clone()
         assert torch.isfinite(expected).all()
         for _ in range(2):
-            assert torch.equal(runner._replays[shape](), expected), shape
+            assert torch.equal(runner._replays[rows](), expected), rows
 
 
 @pytest.mark.gpu
@@ -192,8 +193,8 @@ def test_graphs_give_the_bits_of_their_work() -> None:
 def test_deterministic_steps_with_and_without_graphs_answer_alike() -> None:
     decoder = make_decoder("cuda", deterministic=True)
     pools = [CudaKVPool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, decoder.device) for _ in range(2)]
-    shapes = graph_shapes(5, MAX_LEN, BLOCK_SIZE)
-    assert answers(CudaRunner(decoder, pools[0], shapes, CudaGraphs(decoder.device))) == answers(
+    rows = graph_rows(5)
+    assert answers(CudaRunner(decoder, pools[0], rows, CudaGraphs(decoder.device))) == answers(
         ModelRunner(decoder, pools[1])
     )
     assert torch.equal(pools[0].data, pools[1].data)
@@ -205,7 +206,7 @@ def test_no_step_waits_for_the_device_in_between() -> None:
     """torch raises where it would wait; the one wait at the end of a step is asked for by name."""
     decoder = make_decoder("cuda")
     pool = CudaKVPool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, decoder.device)
-    runner = CudaRunner(decoder, pool, graph_shapes(5, MAX_LEN, BLOCK_SIZE), CudaGraphs(decoder.device))
+    runner = CudaRunner(decoder, pool, graph_rows(5), CudaGraphs(decoder.device))
     answers(runner)  # kernels are compiled
     torch.cuda.set_sync_debug_mode("error")
     try:

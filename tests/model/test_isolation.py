@@ -14,7 +14,7 @@ from raydix.engine.core.worker.drafts.rows import Row
 from raydix.engine.core.worker.step import SampledToken, ScheduledChunk
 from raydix.engine.model.build import make_pool
 from raydix.engine.model.cuda import CudaGraphs
-from raydix.engine.model.cuda_runner import CudaRunner, graph_shapes
+from raydix.engine.model.cuda_runner import CudaRunner, graph_rows
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.engine import Engine
 from raydix.engine.model.grammars import StepMasks
@@ -48,15 +48,15 @@ class Case:
 
 @pytest.fixture(scope="module", params=["cpu", "graphs", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
 def case(request: pytest.FixtureRequest) -> Case:
-    shapes = graph_shapes(NUM_STREAMS, MAX_LEN, BLOCK_SIZE)
+    rows = graph_rows(NUM_STREAMS)
     if request.param == "cpu":
         return Case(load_decoder(), ModelRunner, 40_000)
     if request.param == "graphs":
         small = make_small_decoder("cpu")
-        return Case(small, lambda decoder, pool: CudaRunner(decoder, pool, shapes, Repetition()), SMALL.vocab_size)
+        return Case(small, lambda decoder, pool: CudaRunner(decoder, pool, rows, Repetition()), SMALL.vocab_size)
     small = make_small_decoder("cuda", deterministic=True)
     graphs = CudaGraphs(small.device)
-    return Case(small, lambda decoder, pool: CudaRunner(decoder, pool, shapes, graphs), SMALL.vocab_size)
+    return Case(small, lambda decoder, pool: CudaRunner(decoder, pool, rows, graphs), SMALL.vocab_size)
 
 
 def is_due(request: Row) -> bool:
