@@ -317,10 +317,14 @@ def _beside(explained: Mapping[str, Any]) -> list[RenderableType]:
     return lines
 
 
+def _prompts(number: int) -> str:
+    return "1 prompt" if number == 1 else f"{number:,} prompts"
+
+
 def _diagnosis(report: Mapping[str, Any]) -> list[RenderableType]:
     """What `raydix doctor` prints."""
     cached = "" if report["cached_tokens"] is None else f", {_share(report['cached_tokens'], report['prompt_tokens'])}"
-    looked_at = f"{report['prompts']:,} prompts of {report['prompt_tokens']:,} tokens{cached and cached + ' cached'}"
+    looked_at = f"{_prompts(report['prompts'])} of {report['prompt_tokens']:,} tokens{cached and cached + ' cached'}"
     lines: list[RenderableType] = [
         _text(f"{looked_at}, in the last {max(1, round(report['observed_s'] / 60))} min", style="bold")
     ]
@@ -338,7 +342,7 @@ def _finding(number: int, finding: Mapping[str, Any]) -> list[RenderableType]:
     if finding["lost_s_per_day"] is not None:
         a_day += f", {finding['lost_s_per_day']:,.0f} s"
     lines: list[RenderableType] = [
-        _text(f"{number}. {finding['reason']}{place}: {finding['prompts']:,} prompts, {a_day} a day", style="yellow"),
+        _text(f"{number}. {finding['reason']}{place}: {_prompts(finding['prompts'])}, {a_day} a day", style="yellow"),
         _indented(finding["advice"]),
     ]
     if finding["more_blocks"] is not None:

@@ -294,6 +294,9 @@ def test_the_doctor_of_a_server_without_a_fault(
     with serving(routes(rows, {}, nothing)) as url:
         assert main(["doctor", "--url", url]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["no chats yet"]
+    with serving(routes(rows, {}, nothing | {"prompts": 1, "prompt_tokens": 30})) as url:
+        assert main(["doctor", "--url", url]) == 0
+    assert capsys.readouterr().out.splitlines()[0].startswith("1 prompt of 30 tokens, in the last")
 
 
 def test_texts_of_a_server_command_no_terminal(
