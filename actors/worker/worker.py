@@ -168,7 +168,13 @@ class Worker:
             for duty in duties:
                 self._background.start(duty)
             num_blocks = self._engine.pool.num_blocks
-            logger.info("worker started with %d blocks", num_blocks, extra=about("started", blocks=num_blocks))
+            num_tokens = num_blocks * self._engine.pool.block_size
+            logger.info(
+                "worker started with %d blocks for the KV of %d tokens",
+                num_blocks,
+                num_tokens,
+                extra=about("started", blocks=num_blocks, tokens=num_tokens),
+            )
         return self._own.worker_id
 
     async def check(self) -> None:

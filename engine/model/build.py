@@ -158,7 +158,7 @@ def make_pool(
     config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> KVPool:
     """The KV pool for the device."""
-    kind = CudaKVPool if device.type == "cuda" else KVPool
+    kind = KVPool if device.type == "cpu" else CudaKVPool
     return kind(config, num_blocks, block_size, dtype, device)
 
 
@@ -173,7 +173,7 @@ def make_runner(
 ) -> ModelRunner:
     """The runner for the device; on a GPU warm, and with the graphs that steps within `limits`, with drafts within
     `drafts`, may take. `states`: of a model with recurrent layers."""
-    if decoder.device.type != "cuda":
+    if decoder.device.type == "cpu":
         return ModelRunner(decoder, kv_pool, grammars, adapters, states)
     max_drafted = 0
     if drafts is not None and decoder.has_independent_rows:
@@ -216,7 +216,7 @@ def pool_sizes(config: ModelConfig, settings: EngineSettings, free_bytes: Callab
 
 def _free_bytes(decoder: Decoder | None, settings: EngineSettings, identity: ModelIdentity) -> int:
     """Measure the memory that a pool may have beside the weights."""
-    if decoder is None or decoder.device.type != "cuda":
+    if decoder is None or decoder.device.type == "cpu":
         return unplanned_pool_bytes()
     rows = max(settings.limits.max_requests, SCORED_ROWS)
     logits_bytes = LOGITS_BYTES * rows * identity.vocab_size  # the step that is run samples one row
@@ -230,7 +230,7 @@ def run_largest_step(decoder: Decoder, settings: EngineSettings) -> int:
     num_tokens = min(settings.limits.token_budget, decoder.max_position)
     pool = make_pool(decoder.config, -(-num_tokens // block_size), block_size, decoder.dtype, decoder.device)
     runner = ModelRunner(decoder, pool)
-    if decoder.device.type == "cuda":  # with attention's memory, as the worker's own will have it
+    if decoder.device.type != "cpu":  # with attention's memory, as the worker's own will have it
         runner = CudaRunner(decoder, pool, (), CudaGraphs(decoder.device))
     runner.run(made_up_step([num_tokens], block_size, Sampling(max_tokens=1, logprobs=1)))
     return pool.num_blocks * pool.block_bytes

@@ -104,7 +104,7 @@ class CudaCopyQueue:
 def upload(values: Sequence[Any] | np.ndarray[Any, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return `values` on the device, without waiting for the device's work. On a CPU an array's memory is shared."""
     host = torch.as_tensor(values, dtype=dtype)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
