@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raydix.engine.core.errors import StartupError
+from raydix.engine.model import gguf_gpt_oss
 from raydix.engine.model.config import STORED_BITS, unsupported
 from raydix.engine.model.families import FAMILIES
 from raydix.engine.model.families.mistral import MIXTRAL
@@ -87,8 +88,14 @@ _TENSORS_BY_KIND = {
     "qwen3moe": _LAYER_TENSORS | _EXPERT_TENSORS,
     "olmoe": _LAYER_TENSORS | _EXPERT_TENSORS,
     "mixtral": _LAYER_TENSORS | _MIXTRAL_TENSORS,
+    "gpt-oss": {
+        **_LAYER_TENSORS,
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.router",
+        "attn_sinks": "self_attn.sinks",
+    },
 }
-_MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+_MODEL_TYPES = {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 # Architectures whose queries and keys have the rows of each head interleaved.
 _INTERLEAVED = frozenset(("llama", "smollm3", "granite"))
 # Bits of a weight by its block's kind, scales included. Numbers of three bits take four, of five and six bits eight.
@@ -109,13 +116,14 @@ MEMORY_BITS = {
 # About the same by a file's `general.file_type`: a few of its matrices are of another kind than most.
 FILE_BITS = {2: 4.9, 3: 5.6, 7: 8.8, 8: 8.8, 9: 9.5, 11: 4.9, 12: 5.2, 13: 5.6, 14: 5.3, 15: 6.3, 16: 8.7, 17: 8.7}
 FILE_BITS |= {18: 8.7, 25: 5.2, 30: 4.9, 38: 4.6}
+_MXFP4_FILE = 38  # `general.file_type` of experts in MXFP4
 _ROPE_FACTORS = "rope_freqs.weight"
 # Factors of LongRoPE: of texts up to the length of training, and of longer ones.
 _SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 _NO_WEIGHTS = (_ROPE_FACTORS, _SHORT_FACTORS, _LONG_FACTORS)
 _SINGLE_DIGIT_VOCABULARIES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 # Architectures of which only files with a known way of splitting text are read: the others' files all have one.
-_CHECKED_VOCABULARIES = frozenset(("smollm3", "granite", "olmo2", "olmoe", "phi3", "qwen2moe"))
+_CHECKED_VOCABULARIES = frozenset(("smollm3", "granite", "olmo2", "olmoe", "phi3", "qwen2moe", "gpt-oss"))
 # Vocabularies that split words as GPT-2 does.
 _GPT2_VOCABULARIES = ("default", "gpt-2", "olmo", "mpt", "phi-2", "jais", "trillion")
 _SHARD_BYTES = 2 << 30
@@ -191,6 +199,9 @@ class GgufModel:
             config["original_max_position_embeddings"] = int(original)
         if self._num_experts():
             config |= self._experts()
+        if self.kind == "gpt-oss":
+            rope, is_packed = config["rope_parameters"], self._has_packed_experts()
+            config |= gguf_gpt_oss.settings(self._setting, rope, is_packed=is_packed)
 
         return config
 
@@ -219,7 +230,10 @@ class GgufModel:
     def hf_names(self) -> dict[str, str]:
         """Map the name of each tensor in the file to Hugging Face's name; with braces, in whose place the number of an
         expert goes, where the tensor is one of all experts."""
-        return {name: self._hf_name(name) for name in self._tensors if name not in _NO_WEIGHTS}
+        names = [name for name in self._tensors if name not in _NO_WEIGHTS]
+        # Two of gpt-oss' tensors become one, or one becomes two.
+        joined = self.kind == "gpt-oss"
+        return {name: name if joined and gguf_gpt_oss.is_of_experts(name) else self._hf_name(name) for name in names}
 
     def num_bytes(self, name: str, *, keeps: bool) -> int:
         """Size of the named tensor of the file once it is converted."""
@@ -262,6 +276,8 @@ class GgufModel:
     def hf_tensors(self, name: str, *, keeps: bool = False) -> dict[str, "torch.Tensor"]:
         """Return what the named tensor of the file holds, by Hugging Face's names, as `tensor` does; or, if `keeps`, in
         its blocks where it has any (`raydix.engine.model.gguf_blocks`)."""
+        if self.kind == "gpt-oss" and gguf_gpt_oss.is_of_experts(name):
+            return self._published_experts(name)
         hf_name, kind = self._hf_name(name), self._kind(name) if keeps else None
         tensor = self.tensor(name) if kind is None else self.blocks(name)
         hf_name = hf_name if kind is None else f"{hf_name}.{kind}"
@@ -269,6 +285,25 @@ class GgufModel:
         if "{}" not in hf_name:
             return {hf_name: tensor}
         return {hf_name.format(expert): weight.clone() for expert, weight in enumerate(tensor)}
+
+    def _published_experts(self, name: str) -> dict[str, "torch.Tensor"]:
+        """Return a tensor of all of gpt-oss' experts in the published layout, in MXFP4 if the file has them so."""
+        import torch
+
+        is_packed = self._has_packed_experts()
+
+        def blocks(name: str) -> np.ndarray[Any, Any] | None:
+            if (self._tensors[name].tensor_type.name == "MXFP4") != is_packed:
+                raise StartupError(f"{self.path} has experts of several kinds, which is not supported: {name}")
+            return np.array(self._tensors[name].data) if is_packed else None
+
+        found = gguf_gpt_oss.published(name, blocks, lambda name: self.tensor(name).float().numpy())
+        made = {hf_name: torch.from_numpy(np.ascontiguousarray(values)) for hf_name, values in found.items()}
+        return {hf_name: each if each.dtype is torch.uint8 else each.bfloat16() for hf_name, each in made.items()}
+
+    def _has_packed_experts(self) -> bool:
+        """True if the experts are in MXFP4."""
+        return bool(self._tensors["blk.0.ffn_down_exps.weight"].tensor_type.name == "MXFP4")
 
     def _in_order(self, name: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The rows of a tensor in Hugging Face's order, which is another one for Llama's queries and keys."""
@@ -304,6 +339,8 @@ class GgufModel:
         parts = _TENSORS_BY_KIND.get("mixtral" if self._is_mixtral else self.kind, _LAYER_TENSORS)
         if block != "blk" or part not in parts:
             raise StartupError(f"{self.path} has a tensor that no supported model has: {name}")
+        if part == "attn_sinks":
+            return f"model.layers.{layer}.{parts[part]}"
         return f"model.layers.{layer}.{parts[part]}.{suffix}"
 
     def _rope(self, head_dim: int) -> dict[str, Any]:
@@ -416,6 +453,9 @@ class GgufBeginning(GgufModel):
     def _stored_bits(self) -> float | None:
         """As the file says of its matrices in general: the kind of each one comes behind the tokenizer."""
         return FILE_BITS.get(self._field("general.file_type"))
+
+    def _has_packed_experts(self) -> bool:
+        return self._field("general.file_type") == _MXFP4_FILE
 
     def _field(self, key: str) -> Any:
         return self._fields.get(key)

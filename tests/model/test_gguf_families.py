@@ -6,6 +6,7 @@ the layout that llama.cpp wants: heads interleaved, experts in one tensor.
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,19 +16,23 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model import gguf as module
 from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.families import config_of, read_config
 from raydix.engine.model.gguf import GgufBeginning, GgufModel, write_tokenizer
+from raydix.engine.model.gguf_gpt_oss import published
 from raydix.engine.model.sources import DEFAULT_MODEL, _package_path, resolve_model
 from raydix.engine.model.tokenizer import Tokenizer
 from tests.model import random_models
+from tests.model.logits import logits_in_chunks
 from tests.model.random_models import CASES, EXPERTS, LONG_ROPE, MULTIPLIERS, SHARED_EXPERT, YARN_ROPE
 from tests.skips import NO_MODEL
 
+MXFP4 = gguf.GGMLQuantizationType.MXFP4
 INTERLEAVED = ("llama", "smollm3", "granite")
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "smollm3": ("smollm3", "SmolLM3", {"tie_word_embeddings": True}),
@@ -40,6 +45,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3 of any length": ("phi3", "Phi3", {"original_max_position_embeddings": 100, "rope_parameters": LONG_ROPE}),
     "phi4 mini": ("phi3", *CASES["phi 4 mini"]),
     "qwen2moe": ("qwen2moe", "Qwen2Moe", {**EXPERTS, **SHARED_EXPERT}),
+    "gpt-oss": ("gpt-oss", "GptOss", {**EXPERTS, "head_dim": 32, "sliding_window": 24}),
     "mixtral": ("llama", "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
@@ -50,8 +56,8 @@ def interleaved(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     return heads.transpose(1, 2).reshape(tensor.shape)
 
 
-def write_gguf(folder: Path, path: Path, architecture: str) -> dict[str, torch.Tensor]:
-    """Write the model of a folder as llama.cpp stores it; returns its tensors."""
+def write_gguf(folder: Path, path: Path, architecture: str, *, is_packed: bool = False) -> dict[str, torch.Tensor]:
+    """Write the model of a folder as llama.cpp stores it, its experts in MXFP4 if `is_packed`; returns its tensors."""
     settings, config = json.loads((folder / "config.json").read_text()), read_config(folder)
     tensors = load_file(folder / "model.safetensors")
     writer = gguf.GGUFWriter(path, architecture)
@@ -69,9 +75,10 @@ def write_gguf(folder: Path, path: Path, architecture: str) -> dict[str, torch.T
     _add_settings(writer, architecture, settings, config.head_dim)
 
     every = gguf.get_tensor_name_map({name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture], 4)
-    for name, tensor in tensors.items():
+    known_names = dict(_split(tensors) if architecture == "gpt-oss" else tensors)
+    for name, tensor in known_names.items():
         part = name.split(".experts.")
-        if len(part) == 2:
+        if len(part) == 2 and architecture != "gpt-oss":
             expert, _, rest = part[1].partition(".")
             if expert != "0":
                 continue
@@ -82,12 +89,32 @@ def write_gguf(folder: Path, path: Path, architecture: str) -> dict[str, torch.T
             tensor = interleaved(tensor, config.num_heads if ".q_proj" in name else config.num_kv_heads)
         found = every.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
-        writer.add_tensor(found, tensor.squeeze().numpy())
+        found = found if "." in found[-7:] else f"{found}.weight"
+        values = tensor.squeeze().contiguous().numpy()
+        if is_packed and ".experts." in name and name.endswith(".weight"):
+            writer.add_tensor(found, gguf.quants.quantize(values, MXFP4), raw_dtype=MXFP4)
+        else:
+            writer.add_tensor(found, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return tensors
+
+
+def _split(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """gpt-oss' tensors, those of its experts by halves and with their rows as llama.cpp has them."""
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            yield name, tensor
+            continue
+        rows = tensor if name.endswith("_bias") else tensor.transpose(1, 2)
+        stem, suffix = name.removesuffix("_bias"), ".bias" if name.endswith("_bias") else ".weight"
+        if "gate_up" not in name:
+            yield stem + suffix, rows
+            continue
+        for index, half in enumerate(("gate_proj", "up_proj")):
+            yield stem.replace("gate_up_proj", half) + suffix, rows[:, index::2]
 
 
 def _add_settings(writer: gguf.GGUFWriter, architecture: str, settings: dict[str, Any], head_dim: int) -> None:
@@ -111,6 +138,11 @@ def _add_settings(writer: gguf.GGUFWriter, architecture: str, settings: dict[str
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if architecture == "gpt-oss":
+        writer.add_sliding_window(settings["sliding_window"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if num_experts := settings.get("num_experts") or settings.get("num_local_experts"):
         writer.add_expert_count(num_experts)
@@ -140,6 +172,67 @@ def test_a_file_becomes_its_model(case: str, tmp_path: Path, monkeypatch: pytest
     assert converted.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(converted[name], tensor.bfloat16() if tensor.dim() > 1 else tensor), name
+
+
+def test_experts_in_mxfp4_keep_their_numbers() -> None:
+    """As llama.cpp's package widens the file's blocks, and transformers the published ones."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng = np.random.default_rng(0)
+    names = [f"blk.3.ffn_{part}_exps.weight" for part in ("gate", "up", "down")]
+    data = {name: rng.integers(0, 256, (2, 6, 3 * 17), np.uint8) for name in names}
+    for each in data.values():
+        each[..., ::17] = rng.integers(118, 124, each[..., ::17].shape, np.uint8)
+    wide = {
+        name: gguf.quants.dequantize(each, gguf.GGMLQuantizationType.MXFP4).reshape(2, 6, 96)
+        for name, each in data.items()
+    }
+    for name, place in ((names[0], "gate_up_proj"), (names[2], "down_proj")):
+        found = published(name, data.__getitem__, wide.__getitem__)
+        blocks, scales = (found[f"model.layers.3.mlp.experts.{place}_{kind}"] for kind in ("blocks", "scales"))
+        numbers = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales)).float()
+        expected = (
+            wide[name] if place == "down_proj" else np.stack([wide[names[0]], wide[names[1]]], 2).reshape(2, 12, 96)
+        )
+        assert torch.equal(numbers.transpose(1, 2), torch.from_numpy(expected))
+    assert published(names[1], data.__getitem__, wide.__getitem__) == {}
+
+
+def test_a_model_with_experts_in_mxfp4_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, family, extra = FAMILIES["gpt-oss"]
+    monkeypatch.setitem(CASES, "gpt-oss", (family, extra))
+    token_ids, _ = random_models.reference("gpt-oss", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".experts." in name and not name.endswith("_bias"):  # to numbers that MXFP4 has
+            rows = tensor.transpose(1, 2).contiguous().numpy()
+            rounded = gguf.quants.dequantize(gguf.quants.quantize(rows, MXFP4), MXFP4)
+            tensors[name] = torch.from_numpy(rounded.reshape(rows.shape)).transpose(1, 2).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+
+    logits = []
+    for is_packed in (False, True):
+        write_gguf(tmp_path, path := tmp_path / f"{is_packed}.gguf", "gpt-oss", is_packed=is_packed)
+        (folder := tmp_path / str(is_packed)).mkdir()
+        model = GgufModel(path)
+        (folder / "config.json").write_text(json.dumps(model.config()))
+        module._write_weights(model, folder, lambda _: None)
+        assert ("quantization_config" in model.config()) is is_packed
+        logits.append(logits_in_chunks(Decoder.from_folder(folder, torch.bfloat16), token_ids, chunk=50))
+    kept = Decoder.from_folder(folder, torch.bfloat16, quantization="stored")
+    logits.append(logits_in_chunks(kept, token_ids, chunk=50))
+    assert torch.equal(logits[1], logits[0]) and torch.equal(logits[2], logits[0])
+
+
+def test_experts_of_several_kinds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, family, extra = FAMILIES["gpt-oss"]
+    monkeypatch.setitem(CASES, "gpt-oss", (family, extra))
+    random_models.reference("gpt-oss", tmp_path)
+    write_gguf(tmp_path, path := tmp_path / "m.gguf", "gpt-oss")
+    model = GgufModel(path)
+    monkeypatch.setattr(model, "_has_packed_experts", lambda: True)
+    with pytest.raises(StartupError, match=r"experts of several kinds.*blk\.0\.ffn_gate_exps\.weight"):
+        model.hf_tensors("blk.0.ffn_gate_exps.weight")
 
 
 def _rounded(config: ModelConfig) -> str:

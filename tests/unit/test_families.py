@@ -33,7 +33,7 @@ def test_a_family_is_found_by_architecture_and_by_model_type(name: str) -> None:
 def test_families_are_registered_under_their_names(name: str) -> None:
     family = FAMILIES[name]
     assert family.architecture.replace("_", "").lower() == f"{name}forcausallm"
-    assert family.gguf_name in (name, {"mixtral": "llama", "olmo3": "olmo2"}.get(name), None)
+    assert family.gguf_name in (name, {"mixtral": "llama", "olmo3": "olmo2", "gptoss": "gpt-oss"}.get(name), None)
 
 
 @pytest.mark.parametrize(

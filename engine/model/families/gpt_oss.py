@@ -37,6 +37,7 @@ GPT_OSS = Family(
     architecture="GptOssForCausalLM",
     title="gpt-oss",
     sizes={"20B": 20.9, "120B": 116.8},
+    gguf_name="gpt-oss",
     reads_quantized=("mxfp4",),
     stored_bytes=0.67,
     defaults={
