@@ -427,7 +427,7 @@ class Decoder:
         of, layer = self.config.latent, self._layers[index]
         assert of is not None
         latents, _ = pool.layers[self._places[index]]
-        query, row_TD = projected.split([projected.shape[1] - of.row_dim, of.row_dim], dim=1)
+        query, row_TD = torch.split(projected, [projected.shape[1] - of.row_dim, of.row_dim], dim=1)
         cos_sin = layer.cos_sin[batch.positions]
         store_latents(row_TD, weights, of, cos_sin, latents, batch.slot_mapping)
         if wants_nothing:
@@ -917,8 +917,9 @@ class _Loader:
             query = self._packed([f"{prefix}q_b_proj"], bias=False, order=queries)
 
         # [H, N + value_dim, L]; they keep their bits, for a part of them is transposed.
-        maps = self.tensor(f"{prefix}{LATENT_MAPS}.weight").unflatten(0, (num_heads, -1))
-        keys, values = maps.split([of.nope_dim, of.value_dim], dim=1)
+        maps = self.tensor(f"{prefix}{LATENT_MAPS}.weight")
+        maps = maps.view(num_heads, -1, maps.shape[1])
+        keys, values = torch.split(maps, [of.nope_dim, of.value_dim], dim=1)
         weights = LatentWeights(
             norm=self.norm(f"{prefix}kv_a_layernorm"),
             query_norm=query_norm,

@@ -27,7 +27,7 @@ def store_latents(
     `cache`: [num_blocks, 1, block_size, D], or int8 rows of `raydix.kernels.narrow_kv`; `slots` [T] int64: block *
     block_size + offset, negative: not stored.
     """
-    latent_TL, key_TP = projected_TD.split([of.rank, of.rope_dim], dim=1)
+    latent_TL, key_TP = torch.split(projected_TD, [of.rank, of.rope_dim], dim=1)
     normed_TL = rms_norm(latent_TL.contiguous(), weights.norm, of.norm_eps)
     rows_TD = torch.cat((normed_TL, _rotated(key_TP, cos_sin_TP)), dim=1)
     kept = slots >= 0
@@ -42,7 +42,7 @@ def latent_queries(query_TQ: Tensor, weights: LatentWeights, of: LatentConfig, c
     if weights.query is not None and weights.query_norm is not None:
         query_TQ = linear(rms_norm(query_TQ.contiguous(), weights.query_norm, of.norm_eps), weights.query)
     num_heads = len(weights.keys)
-    query_THQ = query_TQ.unflatten(1, (num_heads, of.query_dim))
+    query_THQ = query_TQ.view(-1, num_heads, of.query_dim)
     result_THD = query_TQ.new_empty((query_TQ.shape[0], num_heads, of.row_dim))
     for head, keys in enumerate(weights.keys):
         result_THD[:, head, : of.rank] = linear(query_THQ[:, head, : of.nope_dim], keys)
