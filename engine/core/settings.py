@@ -10,9 +10,10 @@ from raydix.engine.core.types import DraftSource
 GIB = 1 << 30  # bytes
 
 Quantization: TypeAlias = Literal["int8", "stored"]
-KVDtype: TypeAlias = Literal["int8"]
 """Weights of matrix products: rounded to int8 with a float32 scale for each output channel, or in the 4 to 8 bits in
 which their files store them."""
+KVDtype: TypeAlias = Literal["int8"]
+"""Keys and values: rounded to int8 with a float32 factor for each head and token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,13 +189,19 @@ def _type(schema: object, indent: str) -> str:
         case "array":
             return f"{_type(schema['items'], indent)}[]" if "items" in schema else "Array<any>"
         case "string":
-            values = [each for each in schema.get("enum") or () if isinstance(each, str)]
+            values = [each for each in _listed(schema, "enum") if isinstance(each, str)]
             return " | ".join(f'"{value}"' for value in values) or "string"
         case "number" | "integer":
             return "number"
         case "boolean":
             return "boolean"
     return "any"
+
+
+def _listed(schema: Schema, key: str) -> Sequence[object]:
+    """The list under a key; empty for anything else, since nobody checks a schema that is only shown to the model."""
+    value = schema.get(key)
+    return value if isinstance(value, list) else ()
 
 
 def _nullable(schema: object, indent: str) -> str:
@@ -207,7 +213,7 @@ def _nullable(schema: object, indent: str) -> str:
 def _object(schema: Schema, indent: str) -> str:
     comment = schema.get("description")
     opening = f"{indent}// {comment}\n" if isinstance(comment, str) else ""
-    properties, required = schema.get("properties"), schema.get("required") or ()
+    properties, required = schema.get("properties"), _listed(schema, "required")
     shown = [
         _property(f"{name}{'' if name in required else '?'}:", each if isinstance(each, Mapping) else {}, indent)
         for name, each in (properties.items() if isinstance(properties, Mapping) else ())
@@ -220,11 +226,8 @@ def _property(name: str, schema: Schema, indent: str) -> str:
     title, description, variants = schema.get("title"), schema.get("description"), schema.get("oneOf")
     default = _default(schema)
     comments = [title, ""] if isinstance(title, str) else []
-    examples = schema.get("examples")
-    if isinstance(examples, list) and examples:
+    if examples := _listed(schema, "examples"):
         examples = ["Examples:", *(f'- "{each}"' for each in examples if isinstance(each, str))]
-    else:
-        examples = []
     is_described = isinstance(description, str)
     if not isinstance(variants, list):
         above = _lines([*comments, *([description] if is_described else []), *examples], indent)

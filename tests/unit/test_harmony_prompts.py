@@ -239,6 +239,9 @@ def test_later_instructions_are_the_developers_too() -> None:
             "// p\nx?:\n | string\n,",
         ),
         ({"type": "array", "items": {"oneOf": [{"type": "string"}]}}, "x?: \n     | string[],"),
+        # What is no schema is shown as far as it is one.
+        ({"type": "string", "enum": 3, "examples": "a"}, "x?: string,"),
+        ({"type": "object", "required": True, "properties": {"y": {}}}, "x?: {\n    y?: any,\n    },"),
     ],
 )
 def test_schemas_as_types(schema: Any, expected: str) -> None:

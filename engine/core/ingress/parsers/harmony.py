@@ -165,6 +165,9 @@ class HarmonyMessages:
 
     def _special(self, token: str) -> None:
         """Take a special token."""
+        # No header comes of what has none of the format's tokens before a message begins or ends.
+        if self._place is _Place.BARE and token in (START, END, RETURN, CALL) and self._head.strip(WHITESPACE):
+            self._begin_text()
         is_head = self._place is not _Place.CONTENT
         if token in (START, CHANNEL, CONSTRAIN) and (is_head or token != CONSTRAIN):
             if not is_head:
