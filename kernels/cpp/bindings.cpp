@@ -493,6 +493,7 @@ raydix::Weight weight_of(const Tensor& packed, const Tensor* scales, const Tenso
     g.numbers = is_float8 ? raydix::Numbers::float8 : g.bits == 4 ? raydix::Numbers::whole4 : raydix::Numbers::whole8;
     if (const Py_ssize_t count = PyTuple_Size(values)) {
       check(count == 16 && g.bits == 4, "a table has the values of sixteen numbers");
+      check(g.zero == 0 && !g.has_least, "nothing is taken off the values of a table");
       g.numbers = raydix::Numbers::table4;
       for (Py_ssize_t i = 0; i < count; ++i) {
         const int64_t value = integer(PyTuple_GetItem(values, i));

@@ -161,11 +161,12 @@ void widen_weights(Block& b, int64_t vectors) {
 
 // Writes a cache block that is stored in groups down in float32.
 struct WidenedFloats {
+  static constexpr int COLUMNS = 1;
   float* to;
 
-  INLINE void begin(int64_t, int64_t) {}
-  INLINE void end(int64_t) {}
-  INLINE void weights(int64_t pair, int64_t n, f32x16 first, f32x16 second) {
+  INLINE void begin(int, int64_t, int64_t) {}
+  INLINE void end(int, int64_t) {}
+  INLINE void weights(int, int64_t n, int64_t pair, f32x16 first, f32x16 second) {
     store(to + 2 * pair * PANEL + n * LANES, first);
     store(to + (2 * pair + 1) * PANEL + n * LANES, second);
   }
@@ -175,21 +176,25 @@ struct WidenedFloats {
 // longer than the products. The sums of the columns that are not at hand wait in memory; chains are as ever.
 template <int M>
 struct GroupedRows {
+  // A step of a chain waits for the one before it, so several chains go on side by side: as many as have their sums,
+  // scales and what is taken off in registers.
+  static constexpr int COLUMNS = (REGISTERS == 1 ? 4 : 2) / M;
   const Block& b;
   const float* x;
-  f32x16 total[M];
+  f32x16 total[M][COLUMNS];
 
-  INLINE void begin(int64_t n, int64_t pair) {
-    for (int m = 0; m < M; ++m) total[m] = b.first && pair == 0 ? splat(0.0f) : load(b.sums + m * PANEL + n * LANES);
+  INLINE void begin(int k, int64_t n, int64_t pair) {
+    for (int m = 0; m < M; ++m)
+      total[m][k] = b.first && pair == 0 ? splat(0.0f) : load(b.sums + m * PANEL + (n + k) * LANES);
   }
-  INLINE void weights(int64_t pair, int64_t, f32x16 first, f32x16 second) {
+  INLINE void weights(int k, int64_t, int64_t pair, f32x16 first, f32x16 second) {
     for (int m = 0; m < M; ++m) {
-      total[m] = fused(splat(x[m * X_STRIDE + 2 * pair]), first, total[m]);
-      total[m] = fused(splat(x[m * X_STRIDE + 2 * pair + 1]), second, total[m]);
+      total[m][k] = fused(splat(x[m * X_STRIDE + 2 * pair]), first, total[m][k]);
+      total[m][k] = fused(splat(x[m * X_STRIDE + 2 * pair + 1]), second, total[m][k]);
     }
   }
-  INLINE void end(int64_t n) {
-    for (int m = 0; m < M; ++m) store(b.sums + m * PANEL + n * LANES, total[m]);
+  INLINE void end(int k, int64_t n) {
+    for (int m = 0; m < M; ++m) store(b.sums + m * PANEL + (n + k) * LANES, total[m][k]);
   }
 };
 

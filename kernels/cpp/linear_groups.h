@@ -17,6 +17,8 @@
 
 namespace raydix {
 
+constexpr int64_t GROUPS_AHEAD = 4096;  // bytes from the numbers being read to those that memory is asked for
+
 constexpr int64_t super_bytes(const Groups& g) { return PANEL * column_bytes(g); }
 
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
@@ -121,33 +123,60 @@ INLINE NumberPair numbers_at(const Groups& g, const char* at) {
   }
 }
 
-// Gives a visitor the weights of the cache block: for each group and each vector of sixteen columns `begin(n, pair)`, then
-// `weights(pair, n, first, second)` of the group's pairs along in_features, then `end(n)`.
+// Gives a visitor the weights of one group in Visitor::COLUMNS, or in one, vectors of sixteen columns from `n` on:
+// `begin(k, n, pair)` of each vector k, then `weights(k, n, pair, first, second)` of the group's pairs along in_features,
+// then `end(k, n)`.
+template <Numbers NUMBERS, int COUNT, class Visitor>
+INLINE void visit_group(const Block& b, Visitor& visitor, const char* scales, const char* factors, const char* numbers,
+                        int64_t n, int64_t pair) {
+  const Groups& g = *b.groups;
+  constexpr int64_t BYTES = NUMBERS == Numbers::whole4 || NUMBERS == Numbers::table4 ? 1 : 2;  // of a pair in one column
+  constexpr bool WHOLE = NUMBERS == Numbers::whole4 || NUMBERS == Numbers::whole8;  // from which something is taken off
+  f32x16 scale[COUNT], off[COUNT];
+  for (int k = 0; k < COUNT; ++k) {
+    const int64_t column = (b.vector + n + k) * LANES;
+    scale[k] = scale_of(g, scales, factors, column);
+    if constexpr (WHOLE)
+      off[k] = g.has_least ? load((const fp16*)scales + PANEL + column) *
+                                 to_floats(widen(read_vector<Bytes16>(factors + PANEL + column)))
+                           : scale[k] * g.zero;
+    visitor.begin(k, n, pair);
+  }
+  const char* at = numbers + (b.vector + n) * LANES * BYTES;
+  for (int64_t j = 0; j < g.size / 2; ++j, at += PANEL * BYTES) {
+    // The first columns to be visited ask for the lines of all.
+    if (b.vector + n == 0)
+      for (int64_t line = 0; line < BYTES; ++line) __builtin_prefetch(at + GROUPS_AHEAD + line * 64);
+    for (int k = 0; k < COUNT; ++k) {
+      const NumberPair of = numbers_at<NUMBERS>(g, at + k * LANES * BYTES);
+      if constexpr (WHOLE) {
+        visitor.weights(k, n, pair + j, fused(of.first, scale[k], -off[k]), fused(of.second, scale[k], -off[k]));
+      } else {
+        visitor.weights(k, n, pair + j, of.first * scale[k], of.second * scale[k]);
+      }
+    }
+  }
+  for (int k = 0; k < COUNT; ++k) visitor.end(k, n);
+}
+
+// Gives a visitor the weights of the cache block, group after group.
 template <Numbers NUMBERS, class Visitor>
 INLINE void each_group(const Block& b, int64_t vectors, Visitor& visitor) {
   const Groups& g = *b.groups;
-  constexpr int64_t BYTES = NUMBERS == Numbers::whole4 || NUMBERS == Numbers::table4 ? 1 : 2;  // of a pair in one column
-  const int64_t pairs = g.size / 2, factors = PANEL * factor_bytes(g);
-  for (int64_t pair = 0; pair < b.pairs; pair += g.super / 2) {
-    const char* const scales = b.packed + pair / (g.super / 2) * super_bytes(g);
-    const char* const of_groups = scales + PANEL * scale_bytes(g);
-    const char* const numbers = of_groups + g.super / g.size * factors;
-    for (int64_t group = 0; group < g.super / g.size; ++group)
-      for (int64_t n = 0; n < vectors; ++n) {
-        const int64_t column = (b.vector + n) * LANES;
-        const char* const factor = of_groups + group * factors;
-        const f32x16 scale = scale_of(g, scales, factor, column);
-        const f32x16 off = g.has_least ? load((const fp16*)scales + PANEL + column) *
-                                             to_floats(widen(read_vector<Bytes16>(factor + PANEL + column)))
-                                       : scale * g.zero;
-        const char* at = numbers + (group * pairs * PANEL + column) * BYTES;
-        visitor.begin(n, pair + group * pairs);
-        for (int64_t j = group * pairs; j < (group + 1) * pairs; ++j, at += PANEL * BYTES) {
-          const NumberPair of = numbers_at<NUMBERS>(g, at);
-          visitor.weights(pair + j, n, fused(of.first, scale, -off), fused(of.second, scale, -off));
-        }
-        visitor.end(n);
-      }
+  const int64_t groups = g.super / g.size, pairs = g.size / 2, bytes = super_bytes(g);
+  const int64_t factor_stride = PANEL * factor_bytes(g), number_stride = PANEL * pairs * (g.bits / 4);
+  const char* scales = b.packed;
+  for (int64_t pair = 0; pair < b.pairs; scales += bytes) {
+    const char* factors = scales + PANEL * scale_bytes(g);
+    const char* numbers = factors + groups * factor_stride;
+    for (int64_t group = 0; group < groups; ++group, pair += pairs) {
+      int64_t n = 0;
+      for (; n + Visitor::COLUMNS <= vectors; n += Visitor::COLUMNS)
+        visit_group<NUMBERS, Visitor::COLUMNS>(b, visitor, scales, factors, numbers, n, pair);
+      if constexpr (Visitor::COLUMNS > 1)
+        for (; n < vectors; ++n) visit_group<NUMBERS, 1>(b, visitor, scales, factors, numbers, n, pair);
+      factors += factor_stride, numbers += number_stride;
+    }
   }
 }
 
@@ -165,11 +194,12 @@ INLINE void visit_groups(const Block& b, int64_t vectors, Visitor visitor) {
 
 // Writes the cache block down in bfloat16.
 struct WidenedPairs {
+  static constexpr int COLUMNS = 1;
   uint32_t* to;
 
-  INLINE void begin(int64_t, int64_t) {}
-  INLINE void end(int64_t) {}
-  INLINE void weights(int64_t pair, int64_t n, f32x16 first, f32x16 second) {
+  INLINE void begin(int, int64_t, int64_t) {}
+  INLINE void end(int, int64_t) {}
+  INLINE void weights(int, int64_t n, int64_t pair, f32x16 first, f32x16 second) {
     // Rounded to even by hand, since the instruction would take subnormal numbers for zeros.
     const u32x16 low = bit_cast<u32x16>(first), high = bit_cast<u32x16>(second);
     const u32x16 rounded_low = (low + 0x7fffu + ((low >> 16) & 1u)) >> 16;

@@ -217,6 +217,8 @@ def test_groups_that_are_no_part_of_a_cache_block_are_refused(form: Groups) -> N
         (Groups(4, 32, 32, values=(1, 2, 3)), "sixteen"),
         (Groups(4, 32, 32, values=(*TABLE[1:], 128)), "fit into eight bits"),
         (Groups(8, 32, 32, values=TABLE), "sixteen"),
+        (Groups(4, 32, 32, zero=8, values=TABLE), "nothing is taken off"),
+        (Groups(4, 32, 32, has_least=True, values=TABLE), "nothing is taken off"),
         (Groups(8, 32, 32, is_float8=True), "E4M3"),
         (Groups(8, 32, 32, scales=Scales.FLOATS), "E4M3"),
     ],
