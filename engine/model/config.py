@@ -75,7 +75,7 @@ class ExpertsConfig:
     """That tensor is stored as [1, num_experts]."""
     gate: str | None = "mlp.experts.{}.gate_proj"
     """Name of each expert's gate projection, with the expert's number in place of the braces; None: `up` holds the gate
-    projection, too."""
+    projection, too, unless MLPs have no gate."""
     up: str = "mlp.experts.{}.up_proj"
     """Without braces all experts are one tensor, [num_experts, rows, columns]."""
     down: str = "mlp.experts.{}.down_proj"
@@ -258,7 +258,7 @@ class ModelConfig:
     """Per layer: how many positions a token attends to, itself included; None: all before it."""
     attention_scale: float
     activation: Activation = "silu"
-    """The MLP's, of its gate; with `relu2`, the square of what is positive, the MLP has no gate."""
+    """The MLP's, of its gate if it has one."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     """The q, k and v projections have a bias."""
@@ -353,11 +353,6 @@ class ModelConfig:
         others = {*self.layers_of_mlp, *(() if self.recurrent is None else self.recurrent.layers)}
         return tuple(index for index in range(self.num_layers - self.num_shared_kv_layers) if index not in others)
 
-    @property
-    def has_gate(self) -> bool:
-        """True if MLPs multiply by a gate."""
-        return self.gated_mlp and self.activation != "relu2"
-
     def input_norm(self, index: int) -> str | None:
         """Name of the norm of what a layer reads; None: it has none."""
         return self.norms.mlp if index in self.layers_of_mlp else self.norms.attention
@@ -419,7 +414,7 @@ class ModelConfig:
             raise StartupError(f"{self.architecture} has attention through latents, which takes no adapters")
         if not self.is_uniform:
             raise StartupError(f"{self.architecture} has layers of different shapes, which take no adapters")
-        if not self.has_gate:
+        if not self.gated_mlp:
             raise StartupError(f"{self.architecture} has MLPs without gates, which take no adapters")
 
     def experts_of_layer(self, index: int) -> ExpertsConfig | None:

@@ -254,7 +254,7 @@ class Decoder:
         config = self.config
         # The one call knows the common layer only; what few families have stays in Python, layer by layer.
         is_plain = config.residual_scale == 1.0 and not config.qk_norm_spans_heads and self._query_scale is None
-        is_plain = is_plain and not config.attention_gate and config.is_uniform and config.has_gate
+        is_plain = is_plain and not config.attention_gate and config.is_uniform and config.gated_mlp
         if self._first_norm is None or not is_plain or not DecoderPass.supports(self._layers):
             return None
         return DecoderPass(
@@ -362,15 +362,19 @@ class Decoder:
             return y_TE if layer.shared is None else y_TE + self._shared_expert(x_TE, layer.shared)
         gate_up = linear(x_TE, mlp.gate_up)
         add_loras(gate_up, x_TE, loras, index, "gate_up", wanted=is_last)
-        act = silu_and_mul if self.config.has_gate else activate
-        activated = act(gate_up, self.config.activation)
-        y_TE = linear(activated, mlp.down)
-        add_loras(y_TE, activated, loras, index, "down", wanted=is_last)
+        inner = self._activated(gate_up)
+        y_TE = linear(inner, mlp.down)
+        add_loras(y_TE, inner, loras, index, "down", wanted=is_last)
         return y_TE
+
+    def _activated(self, x: Tensor) -> Tensor:
+        """What an MLP's second product reads of what the first one gives."""
+        act = silu_and_mul if self.config.gated_mlp else activate
+        return act(x, self.config.activation)
 
     def _shared_expert(self, x_TE: Tensor, shared: SharedExpert) -> Tensor:
         """What the expert of every token adds to those that the router chose."""
-        inner = silu_and_mul(linear(x_TE, shared.mlp.gate_up), self.config.activation)
+        inner = self._activated(linear(x_TE, shared.mlp.gate_up))
         y_TE = linear(inner, shared.mlp.down)
         if shared.gate is None:
             return y_TE
@@ -795,7 +799,7 @@ class _Loader:
     def _mlp(self, name: str, *, bias: bool) -> DenseMLP:
         # One product of both halves: the input is read once for twice as many rows of the weight.
         parts = ["gate_up"] if self._config.fused_gate_up else ["gate", "up"]
-        if not self._config.has_gate:
+        if not self._config.gated_mlp:
             parts = ["up"]
         return DenseMLP(
             self._packed([f"{name}.{part}_proj" for part in parts], bias=bias),
@@ -867,7 +871,13 @@ class _Loader:
             correction = self._weights.tensor(f"{prefix}{of.correction}").to(self._device, torch.float32)
             correction = correction.flatten().clone()
         return pack_experts(
-            router, gate_up, down, of.routing, correction=correction, activation=self._config.activation
+            router,
+            gate_up,
+            down,
+            of.routing,
+            correction=correction,
+            activation=self._config.activation,
+            has_gate=self._config.gated_mlp,
         )
 
     def _of_each(self, name: str, of: ExpertsConfig) -> Iterable[Tensor | GroupedWeight]:

@@ -128,11 +128,15 @@ def _latent_shapes(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple
 def _mlp_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """The tensors of one layer's MLP, by their names below the layer."""
     inner = config.mlp_size(layer)
-    rows = {"gate_up_proj": 2 * inner} if config.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
-    if not config.has_gate:
-        rows = {"up_proj": inner}
-    shapes = _projections(rows, config.hidden_size, "mlp", has_bias=config.mlp_bias)
+    shapes = _projections(_first_rows(config, inner), config.hidden_size, "mlp", has_bias=config.mlp_bias)
     return shapes | _projections({"down_proj": config.hidden_size}, inner, "mlp", has_bias=config.mlp_bias)
+
+
+def _first_rows(config: ModelConfig, inner: int) -> dict[str, int]:
+    """The rows of an MLP's projections of its input, by their names."""
+    if not config.gated_mlp:
+        return {"up_proj": inner}
+    return {"gate_up_proj": 2 * inner} if config.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
 
 
 def _projections(rows: Mapping[str, int], columns: int, place: str, *, has_bias: bool) -> dict[str, tuple[int, ...]]:
@@ -192,14 +196,14 @@ def _expert_shapes(config: ModelConfig, experts: ExpertsConfig) -> dict[str, tup
         return _stored_shapes(experts, hidden)
     parts = {experts.up: (inner, hidden), experts.down: (hidden, inner)}
     if experts.gate is None:
-        parts[experts.up] = (2 * inner, hidden)
+        parts[experts.up] = ((1 + config.gated_mlp) * inner, hidden)
     else:
         parts[experts.gate] = (inner, hidden)
     shapes: dict[str, tuple[int, ...]] = {f"{experts.router}.weight": (num, hidden)}
     if experts.correction is not None:
         shapes[experts.correction] = (1, num) if experts.correction_is_row else (num,)
     if shared := experts.shared_size:
-        rows = {"gate_up_proj": 2 * shared} if config.fused_gate_up else {"gate_proj": shared, "up_proj": shared}
+        rows = _first_rows(config, shared)
         shapes |= {f"{experts.shared}.{name}.weight": (size, hidden) for name, size in rows.items()}
         shapes[f"{experts.shared}.down_proj.weight"] = (hidden, shared)
         if experts.shared_gate is not None:
@@ -377,7 +381,7 @@ def pair_share(config: ModelConfig) -> float:
         inner = 0 if layer in config.layers_without_mlp else config.mlp_size(layer)
         if (experts := config.experts_of_layer(layer)) is not None:
             inner = experts.routing.per_token * experts.intermediate_size + experts.shared_size
-        num_products += (2 + config.has_gate) * inner * config.hidden_size
+        num_products += (2 + config.gated_mlp) * inner * config.hidden_size
     return num_paired / num_products if num_products else 0.0
 
 

@@ -621,6 +621,7 @@ PyObject* make_experts(PyObject* const* args) {
   e.correction = result->floats(args[3]);
   check(!e.correction || tensor(args[3]).numel() == count, "the correction must be [num_experts]");
   result->activation = activation_of(args[5]);
+  e.has_gate = args[6] == Py_True;
   check(PyList_GET_SIZE(args[1]) == count && PyList_GET_SIZE(args[2]) == count, "the router must know each expert");
   check(e.per_token > 0 && e.per_token <= count, "a token cannot have more experts than there are");
   check(e.num_groups > 0 && count % e.num_groups == 0 && e.top_groups > 0 && e.top_groups <= e.num_groups &&
@@ -631,7 +632,7 @@ PyObject* make_experts(PyObject* const* args) {
     e.down.push_back(result->weight(PyList_GET_ITEM(args[2], i)));
     const raydix::Weight &up = e.gate_up.back(), &down = e.down.back();
     check(up.in_features == e.router.in_features && down.out_features == e.router.in_features &&
-              up.out_features == 2 * down.in_features && down.in_features == e.down[0].in_features,
+              up.out_features == (e.has_gate ? 2 : 1) * down.in_features && down.in_features == e.down[0].in_features,
           "experts must be of one shape");
   }
   return PyCapsule_New(result.release(), "raydix.experts",
@@ -892,7 +893,7 @@ PyMethodDef methods[] = {
     method<linear, 6>("linear"),
     method<has_linear, 0>("has_linear"),
     method<onednn_linear, 4>("onednn_linear"),
-    method<make_experts, 6>("make_experts"),
+    method<make_experts, 7>("make_experts"),
     method<experts, 2>("experts"),
     method<decoder, 7>("decoder"),
     method<forward, 9>("forward"),

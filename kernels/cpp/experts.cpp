@@ -1,4 +1,4 @@
-// A mixture of experts: each row goes through the few gated MLPs that its router scores highest.
+// A mixture of experts: each row goes through the few MLPs that its router scores highest.
 //
 // Rows are grouped by expert, so each expert's weights are read once, and only those of experts that a row has chosen.
 // All experts' products are one phase. The product gives a row the same bits in any group, and a row's contributions
@@ -158,7 +158,11 @@ void experts(const Experts& e, const void* x, void* out, int64_t rows, Activatio
     });
   }
   linears(products.first, crew);
-  silu_and_mul(b.wide, b.activated, rows * ranks, inner, 2 * inner, activation, DType::bf16, crew);
+  if (e.has_gate) {
+    silu_and_mul(b.wide, b.activated, rows * ranks, inner, 2 * inner, activation, DType::bf16, crew);
+  } else {
+    activate(b.wide, b.activated, rows * ranks, inner, inner, activation, DType::bf16, crew);
+  }
   linears(products.second, crew);
   crew.share(rows, grain(hidden * ranks), [&](int64_t row) {
     const bf16* outputs = (const bf16*)b.outputs;

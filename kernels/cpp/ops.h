@@ -195,9 +195,10 @@ struct Experts {
   Weight router;  // hidden -> one logit for each expert, rounded; of a float router the sizes alone
   const float* float_router;  // [experts, hidden]; null: none
   const float* correction;    // [experts], added to the scores by which experts are chosen; null: none
-  std::vector<Weight> gate_up, down;
+  std::vector<Weight> gate_up, down;  // without a gate the first is the up projection
   int64_t per_token;
   bool normalised, sigmoid;
+  bool has_gate;
   int64_t num_groups, top_groups, group_best;
   float scale, sum_offset;
 };

@@ -1,4 +1,4 @@
-"""A mixture of experts: each row goes through the few gated MLPs that its router scores highest.
+"""A mixture of experts: each row goes through the few MLPs that its router scores highest.
 
 Rows are grouped by expert, so only the weights of experts that some row has chosen are read, and each once. A row's
 contributions are added in the order of their rank, so that where products give a row the same bits in any batch, so do
@@ -17,7 +17,7 @@ from raydix.kernels.cpp import cpu_ops
 from raydix.kernels.experts.reference import experts_reference, route_reference
 from raydix.kernels.linear import Layout, PackedLinear, linear
 from raydix.kernels.routing import Routing
-from raydix.kernels.silu_and_mul import KINDS, silu_and_mul
+from raydix.kernels.silu_and_mul import KINDS, activate, silu_and_mul
 
 __all__ = ["PackedExperts", "experts", "experts_reference", "pack_experts"]
 
@@ -32,9 +32,11 @@ class PackedExperts:
     correction: Tensor | None
     """[num_experts] float32: added to the scores by which experts are chosen."""
     gate_up: tuple[PackedLinear, ...]
+    """Of experts without a gate the up projections alone."""
     down: tuple[PackedLinear, ...]
     routing: Routing
     activation: str
+    has_gate: bool
     handle: Any | None
     """Weights packed for the C++ kernels; None: they do not compute these products."""
 
@@ -51,6 +53,7 @@ def pack_experts(
     *,
     correction: Tensor | None = None,
     activation: str = "silu",
+    has_gate: bool = True,
 ) -> PackedExperts:
     """Put the packed weights of a layer's experts together, see `PackedExperts`. Raises `ValueError` on shapes that do
     not fit, and for a choice that cannot be made."""
@@ -62,6 +65,7 @@ def pack_experts(
         down=tuple(down),
         routing=routing,
         activation=activation,
+        has_gate=has_gate,
         handle=None,
     )
     if any(product.layout is not Layout.PANELS for product in packed.products()):
@@ -84,6 +88,7 @@ def pack_experts(
             routing.sum_offset,
         ),
         KINDS.index(activation),
+        has_gate,
     )
     return replace(packed, handle=handle)
 
@@ -114,7 +119,8 @@ def _expert_by_expert(x: Tensor, packed: PackedExperts) -> Tensor:
     outputs = x.new_empty((len(chosen), x.shape[1]))
     for expert, group in enumerate(groups):
         if len(group) > 0:
-            inner = silu_and_mul(linear(x[group // ranks], packed.gate_up[expert]), packed.activation)
+            act = silu_and_mul if packed.has_gate else activate
+            inner = act(linear(x[group // ranks], packed.gate_up[expert]), packed.activation)
             outputs[group] = linear(inner, packed.down[expert])
 
     by_rank = outputs.view(-1, ranks, x.shape[1])

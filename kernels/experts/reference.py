@@ -7,7 +7,7 @@ from torch import Tensor
 
 from raydix.kernels.linear.reference import linear_reference
 from raydix.kernels.routing import Routing
-from raydix.kernels.silu_and_mul.reference import silu_and_mul_reference
+from raydix.kernels.silu_and_mul.reference import activate_reference, silu_and_mul_reference
 
 
 def route_reference(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -45,18 +45,21 @@ def experts_reference(
     correction: Tensor | None = None,
     *,
     activation: str = "silu",
+    has_gate: bool = True,
 ) -> Tensor:
     """Row by row, the sum over the row's experts of share * down(act(gate(x)) * up(x)), added in order of rank.
 
     `x` [num_tokens, hidden]; `router` [num_experts, hidden], in float32 if its logits are not to be rounded to x's
-    dtype; `correction` [num_experts]; of each expert `gate_up` [2 * intermediate, hidden] and
-    `down` [hidden, intermediate]. Each product is rounded to x's dtype, the sum is in float32 and rounded once.
+    dtype; `correction` [num_experts]; of each expert `gate_up` [2 * intermediate, hidden] (without a gate
+    [intermediate, hidden]) and `down` [hidden, intermediate]. Each product is rounded to x's dtype, the sum is in
+    float32 and rounded once.
     """
     logits = linear_reference(x, router, None) if router.dtype == x.dtype else x.float() @ router.T
     ids, shares = route_reference(logits, routing, correction)
     result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for row in range(x.shape[0]):
         for expert, share in zip(ids[row].tolist(), shares[row], strict=True):
-            inner = silu_and_mul_reference(linear_reference(x[row : row + 1], gate_up[expert], None), activation)
+            act = silu_and_mul_reference if has_gate else activate_reference
+            inner = act(linear_reference(x[row : row + 1], gate_up[expert], None), activation)
             result[row] += share * linear_reference(inner, down[expert], None)[0].float()
     return result.to(x.dtype)

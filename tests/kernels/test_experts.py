@@ -30,6 +30,7 @@ class Weights:
         routing: Routing = PLAIN,
         *,
         activation: str = "silu",
+        has_gate: bool = True,
         is_corrected: bool = False,
         is_float: bool = False,
     ) -> None:
@@ -37,10 +38,11 @@ class Weights:
         # Logits that are the row's own numbers, so that no order of addition chooses other experts.
         self.router = torch.eye(NUM, HIDDEN, dtype=torch.float32 if is_float else dtype)
         self.is_float = is_float
-        self.gate_up = [(torch.randn(2 * INNER, HIDDEN) * scale).to(dtype) for _ in range(NUM)]
+        wide = 2 * INNER if has_gate else INNER
+        self.gate_up = [(torch.randn(wide, HIDDEN) * scale).to(dtype) for _ in range(NUM)]
         self.down = [(torch.randn(HIDDEN, INNER) * scale).to(dtype) for _ in range(NUM)]
         self.correction = torch.randn(NUM) if is_corrected else None
-        self.routing, self.activation = routing, activation
+        self.routing, self.activation, self.has_gate = routing, activation, has_gate
 
     def packed(self, *, int8: bool = False) -> PackedExperts:
         return pack_experts(
@@ -50,11 +52,14 @@ class Weights:
             self.routing,
             correction=self.correction,
             activation=self.activation,
+            has_gate=self.has_gate,
         )
 
     def expected(self, x: Tensor) -> Tensor:
         weights = self.router, self.gate_up, self.down
-        return experts_reference(x, *weights, self.routing, self.correction, activation=self.activation)
+        return experts_reference(
+            x, *weights, self.routing, self.correction, activation=self.activation, has_gate=self.has_gate
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -133,8 +138,11 @@ def test_choices_that_cannot_be_made_are_named(changes: dict[str, Any], says: st
         replace(PLAIN, **changes).check(NUM)
 
 
-def test_another_activation() -> None:
-    weights, x = Weights(torch.bfloat16, activation="gelu_tanh"), torch.randn(7, HIDDEN).bfloat16()
+@pytest.mark.parametrize(("activation", "has_gate"), [("gelu_tanh", True), ("relu2", False), ("silu", False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_another_activation(activation: str, has_gate: bool, dtype: torch.dtype, rows: int) -> None:
+    weights, x = Weights(dtype, activation=activation, has_gate=has_gate), torch.randn(rows, HIDDEN).to(dtype)
     assert_close(experts(x, weights.packed()), weights.expected(x))
 
 

@@ -247,6 +247,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron h": ("NemotronH", {**NEMOTRON, "hybrid_override_pattern": "M-*M-"}),
     "nemotron h, attention last": ("NemotronH", {**NEMOTRON, "hybrid_override_pattern": "-MM*", "use_bias": True}),
+    "nemotron 3": (
+        "NemotronH",
+        {
+            **NEMOTRON,
+            "hybrid_override_pattern": "ME*E",
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 56,
+        },
+    ),
     "gemma 3": ("Gemma3", {**GEMMA3, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
 }
 

@@ -224,7 +224,7 @@ def test_layers_of_nemotron_h() -> None:
     found = config_of({**config, "hybrid_override_pattern": "M-*-M"})
     assert found.recurrent is not None and found.recurrent.layers == (0, 4) and found.attention_layers == (2,)
     assert found.layers_of_mlp == (1, 3) and found.layers_without_mlp == (0, 2, 4)
-    assert found.num_layers == 5 and not found.has_gate and found.rope_of_layer == (None,) * 5
+    assert found.num_layers == 5 and not found.gated_mlp and found.rope_of_layer == (None,) * 5
     shapes = expected_shapes(found)
     assert shapes["backbone.layers.1.mixer.up_proj.weight"] == (96, 64)
     assert [name for name in shapes if name.startswith("backbone.layers.3.")] == [
@@ -236,8 +236,11 @@ def test_layers_of_nemotron_h() -> None:
     assert named == found == config_of({**config, "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba"]})
     assert len(config_of(config).layer_windows) == 52, "without any the pattern of the first one"
 
+    experts = config_of({**config, "hybrid_override_pattern": "ME*", "moe_intermediate_size": 40}).experts
+    assert experts is not None and experts.layers == (1,) and experts.shared_size == 7688
+
     for changes, says in (
-        ({"hybrid_override_pattern": "ME"}, r"a layer of experts \(moe\)"),
+        ({"hybrid_override_pattern": "ME", "moe_latent_size": 32}, "moe_latent_size"),
         ({"hybrid_override_pattern": "M+"}, r"hybrid_override_pattern has '\+'"),
         ({"layers_block_type": ["conv"]}, "a layer of the kind 'conv'"),
         ({"mamba_hidden_act": "gelu"}, "the activation 'gelu' of Mamba-2 layers"),
@@ -479,7 +482,7 @@ def test_families_with_layer_norms() -> None:
     a = config_of({**SMALL, "model_type": "cohere2", "sliding_window": 8, "use_qk_norm": True})
     assert a.layer_windows == (8, 8, 8, None) and a.layers_without_rope == (3,) and not a.qk_norm
     stable = config_of({**SMALL, "model_type": "stablelm", "partial_rotary_factor": 0.5})
-    assert stable.rope.share == 0.5 and stable.norms.mlp == "post_attention_layernorm" and stable.has_gate
+    assert stable.rope.share == 0.5 and stable.norms.mlp == "post_attention_layernorm" and stable.gated_mlp
     assert "model.norm.bias" in expected_shapes(stable)
     assert config_of({**SMALL, "model_type": "starcoder2", "norm_epsilon": 0.5}).rms_norm_eps == 0.5
 

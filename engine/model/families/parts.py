@@ -22,7 +22,6 @@ _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
-    "relu2": "relu2",
 }
 _ROPE_TYPES = ("linear", "llama3", "yarn", "longrope", "proportional")
 # Dynamic scaling begins beyond max_position, which is never served; in text all sections of mrope count alike.
@@ -137,6 +136,7 @@ KINDS = {
     "full_attention": "attention",
     "attention": "attention",
     "mlp": "mlp",
+    "moe": "moe",
 }
 
 
