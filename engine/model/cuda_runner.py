@@ -1,10 +1,11 @@
 """The runner of a GPU: a step in which every request decodes is the replay of a CUDA graph.
 
 A graph is the decoder's work on so many rows; a step takes the smallest graph that fits. A request has 1 + k rows, for
-its last token and the k tokens of its draft: each row is a sequence of one query that ends there. In each layer the KV
-of all rows is stored before any row attends, so a row sees those of its request before it, and in deterministic mode
-its bits are those of a chunk of 1 + k positions. The remaining rows are padding: a token that is stored nowhere, and
-whose result is ignored. A graph has one input of int32, which one copy from pinned memory fills:
+its last token and the k tokens of its draft. In each layer the KV of all rows is stored before any row attends, so a
+row sees those of its request before it, and in deterministic mode its bits are those of a chunk of 1 + k positions. On
+a GPU the rows of a request share tiles of attention, which read its KV once for all of them. The remaining rows are
+padding: a token that is stored nowhere, and whose result is ignored. A graph has one input of int32, which one copy
+from pinned memory fills:
 
     of each row token id, position, slot, context length | attention's lists of work | a block table of each row
 
@@ -118,8 +119,10 @@ class GraphInput:
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        first_rows: list[int] = []
         for chunk in chunks:
             blocks = chunk.request.blocks
+            first_rows.append(len(positions))
             token_ids += chunk.request.token_ids[chunk.start], *chunk.draft
             for position in range(chunk.start, chunk.start + 1 + len(chunk.draft)):
                 slot = blocks[position // block_size] * block_size + position % block_size
@@ -131,14 +134,16 @@ class GraphInput:
         self._rows[:count, 0] = token_ids
         self._rows[:count, 1] = positions
         self._rows[:count, 2] = slots
-        self._rows[:count, 3] = contexts = np.array(positions, np.int64) + 1  # what the row sees
+        self._rows[:count, 3] = self._rows[:count, 1] + 1  # what the row sees
         self._rows[count:] = PADDING
         for row in range(count, self.layout.rows):
             self._set_table(row, [0])
-        each = np.arange(count)
-        # Padding is in no list: nothing attends for it.
-        sequences = Sequences(each, np.ones_like(each), contexts, each * self.width)
-        self._planner.write(sequences, self.layout.lists, self._memory)
+        # Rows of one request are queries of one sequence, so that they read its KV together. Padding is in no list:
+        # nothing attends for it.
+        first = np.array(first_rows, np.int64)
+        queries = np.diff(first, append=count)
+        contexts = np.array([chunk.start for chunk in chunks], np.int64) + queries
+        self._planner.write(Sequences(first, queries, contexts, first * self.width), self.layout.lists, self._memory)
         return self.layout.tables + self.layout.rows * self.width
 
     def tables(self, memory: Tensor) -> Tensor:

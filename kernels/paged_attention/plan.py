@@ -202,8 +202,8 @@ class AttentionPlanner:
         return self.plans(places, host.to(self._device, non_blocking=True))
 
     def places(self, num_rows: int, begin: int) -> tuple[ListPlace, ...]:
-        """Places from `begin` on, a multiple of `COUNTS`, for the lists of any step of so many sequences of one query
-        each."""
+        """Places from `begin` on, a multiple of `COUNTS`, for the lists of any step of sequences of so many queries in
+        all, each of few."""
         kind, places = self._kinds[0], []
         for window in self._windows:
             most = self._cut(kind, window).most_items(num_rows)
@@ -212,7 +212,7 @@ class AttentionPlanner:
         return tuple(places)
 
     def write(self, sequences: Sequences, places: Sequence[ListPlace], memory: npt.NDArray[np.int32]) -> None:
-        """Write the lists of a step of sequences of one query each to their `places` in `memory`."""
+        """Write the lists of a step of sequences of few queries to their `places` in `memory`."""
         for place in places:
             place.write(work_list(sequences, self._cut(self._kinds[0], place.window)), memory)
 

@@ -75,11 +75,11 @@ class Shapes:
         return torch.empty(self._shapes[name], dtype=torch.bfloat16, device=META)
 
 
-class CountingDevice(TorchDispatchMode):
+class CountingDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A device of so many bytes: counts the storages that live, and what is kept of those that do not."""
 
     def __init__(self, total: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._total = total
         self._sizes: dict[int, int] = {}
         self.launches: list[Launch] = []

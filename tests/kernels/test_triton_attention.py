@@ -229,35 +229,35 @@ def test_a_query_of_a_draft_has_the_bits_of_a_decode(options: dict[str, Any]) ->
 def test_a_list_with_room_is_walked_to_its_count(
     mode: dict[str, Any], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a graph: one memory for the lists of steps of up to 4 rows, and wider block tables; padding is left
-    alone."""
+    """As in a graph: one memory for the lists of steps of up to 8 rows, some of them drafts, and wider block tables;
+    padding is left alone."""
     monkeypatch.setattr(plans, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(plans, "SEGMENT", 128)
     monkeypatch.setattr(plans, "DETERMINISTIC_SEGMENT", 128)
     case = case_of([700, 65, 400], num_heads=2, num_kv_heads=2)
     heads = Heads(2, 2, 64, torch.bfloat16)
     planner = AttentionPlanner(heads, (window,), DEVICE, 700, deterministic=bool(mode))
-    places = planner.places(4, begin=0)
+    places = planner.places(8, begin=0)
     memory = np.zeros(places[-1].end, np.int32)
-    for ends in ([700, 60, 399], [300], [2, 64]):
-        query, keys, values, tables, starts, contexts = batch(
-            case, [Chunk(index, end - 1, end) for index, end in enumerate(ends)]
-        )
-        wide = torch.zeros((4, 64), dtype=torch.int32, device=DEVICE)
-        wide[: len(ends), : tables.shape[1]] = tables
-        each = np.arange(len(ends))
-        planner.write(Sequences(each, np.ones_like(each), np.array(ends), 64 * each), places, memory)
+    for ends, counts in (([700, 60, 399], [5, 1, 1]), ([300], [1]), ([3, 64], [2, 6])):
+        chunks = [Chunk(index, ends[index] - count, ends[index]) for index, count in enumerate(counts)]
+        query, keys, values, tables, starts, contexts = batch(case, chunks)
+        queries = np.array(counts)
+        first = np.cumsum(queries) - queries
+        wide = torch.zeros((8, 64), dtype=torch.int32, device=DEVICE)
+        wide[torch.from_numpy(first), : tables.shape[1]] = tables
+        planner.write(Sequences(first, queries, np.array(ends), 64 * first), places, memory)
         plan = planner.plans(places, torch.from_numpy(memory).to(DEVICE))[window]
-        rows = torch.cat((query, query.new_zeros((4 - len(ends), 2, 64))))
+        rows = torch.cat((query, query.new_zeros((8 - len(query), 2, 64))))
         out = torch.full_like(rows, 7.0)
-        unread = torch.zeros(5, dtype=torch.int32, device=DEVICE)
+        unread = torch.zeros(9, dtype=torch.int32, device=DEVICE)
         options = {"scale": case.scale, "sliding_window": window, **mode}
-        paged_attention_triton(rows, keys, values, wide, unread, unread[:4], out=out, plan=plan, **options)
+        paged_attention_triton(rows, keys, values, wide, unread, unread[:8], out=out, plan=plan, **options)
         expected, _ = paged_attention_reference(
             query, keys, values, tables, starts, contexts, scale=case.scale, sliding_window=window
         )
-        assert_relative(out[: len(ends)], expected)
-        assert (out[len(ends) :] == 7.0).all()
+        assert_relative(out[: len(query)], expected)
+        assert (out[len(query) :] == 7.0).all()
 
 
 def test_a_plan_is_for_one_window_and_mode() -> None:
