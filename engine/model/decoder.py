@@ -66,6 +66,7 @@ from raydix.kernels.linear import (
     pack_weight,
     stacked,
 )
+from raydix.kernels.linear_heads import pack_heads
 from raydix.kernels.paged_attention import paged_attention
 from raydix.kernels.paged_attention.plan import Plans
 from raydix.kernels.rms_norm import rms_norm
@@ -934,8 +935,8 @@ class _Loader:
             norm=self.norm(f"{prefix}kv_a_layernorm"),
             query_norm=query_norm,
             query=query,
-            keys=tuple(pack_weight(head.T.contiguous(), deterministic=self._deterministic) for head in keys),
-            values=tuple(pack_weight(head.contiguous(), deterministic=self._deterministic) for head in values),
+            keys=pack_heads([pack_weight(head.T.contiguous(), deterministic=self._deterministic) for head in keys]),
+            values=pack_heads([pack_weight(head.contiguous(), deterministic=self._deterministic) for head in values]),
         )
         return weights, inputs
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from raydix.engine.model.config import LatentConfig
 from raydix.kernels.decoder_pass import LatentWeights
 from raydix.kernels.linear import linear
+from raydix.kernels.linear_heads import linear_heads
 from raydix.kernels.narrow_kv import narrow_rows
 from raydix.kernels.rms_norm import rms_norm
 
@@ -41,19 +42,14 @@ def latent_queries(query_TQ: Tensor, weights: LatentWeights, of: LatentConfig, c
     queries, of all heads or of a rank that they share."""
     if weights.query is not None and weights.query_norm is not None:
         query_TQ = linear(rms_norm(query_TQ.contiguous(), weights.query_norm, of.norm_eps), weights.query)
-    num_heads = len(weights.keys)
-    query_THQ = query_TQ.view(-1, num_heads, of.query_dim)
-    result_THD = query_TQ.new_empty((query_TQ.shape[0], num_heads, of.row_dim))
-    for head, keys in enumerate(weights.keys):
-        result_THD[:, head, : of.rank] = linear(query_THQ[:, head, : of.nope_dim], keys)
-    result_THD[:, :, of.rank :] = _rotated(query_THQ[:, :, of.nope_dim :], cos_sin_TP[:, None])
-    return result_THD
+    query_THQ = query_TQ.view(-1, len(weights.keys.weights), of.query_dim)
+    mapped_THL = linear_heads(query_THQ[:, :, : of.nope_dim], weights.keys)
+    return torch.cat((mapped_THL, _rotated(query_THQ[:, :, of.nope_dim :], cos_sin_TP[:, None])), dim=2)
 
 
 def latent_values(attended_THD: Tensor, weights: LatentWeights, of: LatentConfig) -> Tensor:
     """Each head's values of what attention gives of rows, [T, H * value_dim]: of the latents in them."""
-    parts = [linear(attended_THD[:, head, : of.rank], values) for head, values in enumerate(weights.values)]
-    return torch.cat(parts, dim=1)
+    return linear_heads(attended_THD[:, :, : of.rank], weights.values).flatten(1)
 
 
 def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:

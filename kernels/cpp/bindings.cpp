@@ -657,6 +657,48 @@ PyObject* experts(PyObject* const* args) {
   return THPVariable_Wrap(out);
 }
 
+struct Heads : Weights {
+  std::vector<raydix::Weight> of;
+};
+
+// A list of weights of one shape, one for each head.
+PyObject* make_heads(PyObject* const* args) {
+  check_type(raydix::has_linear(), "this build has no bfloat16 product");
+  auto result = std::make_unique<Heads>();
+  check(PyList_GET_SIZE(args[0]) > 0, "there must be a head");
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); ++i) {
+    result->of.push_back(result->weight(PyList_GET_ITEM(args[0], i)));
+    const raydix::Weight &first = result->of[0], &last = result->of.back();
+    check(last.in_features == first.in_features && last.out_features == first.out_features,
+          "the weights of heads must be of one shape");
+  }
+  return PyCapsule_New(result.release(), "raydix.heads",
+                       [](PyObject* capsule) { delete (Heads*)PyCapsule_GetPointer(capsule, "raydix.heads"); });
+}
+
+// Heads, x [num_tokens, num_heads, in_features]; gives [num_heads, num_tokens, out_features].
+PyObject* linear_heads(PyObject* const* args) {
+  auto* heads = (Heads*)PyCapsule_GetPointer(args[0], "raydix.heads");
+  check_type(heads != nullptr, "expected heads");
+  const Tensor& x = tensor(args[1]);
+  const int64_t count = int64_t(heads->of.size());
+  const raydix::Weight& first = heads->of[0];
+  check(x.dim() == 3 && x.size(1) == count && x.size(2) == first.in_features && x.stride(2) == 1,
+        "x must be [num_tokens, num_heads, in_features] with contiguous rows");
+  check_type(x.scalar_type() == at::kBFloat16, "x must be bfloat16");
+  const int64_t rows = x.size(0);
+  const Tensor out = at::empty({count, rows, first.out_features}, x.options());
+  if (rows == 0) return THPVariable_Wrap(out);
+  const int64_t from = x.stride(1) * int64_t(x.element_size()), to = out.stride(0) * int64_t(out.element_size());
+  std::vector<raydix::Linear> all;
+  for (int64_t h = 0; h < count; ++h)
+    all.push_back({&heads->of[size_t(h)], (const char*)x.data_ptr() + h * from, (char*)out.data_ptr() + h * to, rows,
+                   x.stride(0), nullptr});
+  run(count * first.in_features * first.out_features * (rows + 8), 1 << 20,
+      [&](raydix::Crew& crew) { raydix::linears(all, crew); });
+  return THPVariable_Wrap(out);
+}
+
 // A decoder's weights.
 struct Decoder : Weights {
   std::vector<raydix::Layer> layers;
@@ -895,6 +937,8 @@ PyMethodDef methods[] = {
     method<onednn_linear, 4>("onednn_linear"),
     method<make_experts, 7>("make_experts"),
     method<experts, 2>("experts"),
+    method<make_heads, 1>("make_heads"),
+    method<linear_heads, 2>("linear_heads"),
     method<decoder, 7>("decoder"),
     method<forward, 9>("forward"),
     method<kv_copy, 4>("kv_copy"),

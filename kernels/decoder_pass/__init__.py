@@ -9,6 +9,7 @@ from torch import Tensor
 from raydix.kernels.cpp import cpu_ops
 from raydix.kernels.experts import PackedExperts
 from raydix.kernels.linear import Layout, PackedLinear
+from raydix.kernels.linear_heads import PackedHeads
 from raydix.kernels.silu_and_mul import KINDS
 
 __all__ = [
@@ -109,13 +110,13 @@ class LatentWeights:
     """[query_rank] float32; None, like `query`: the layer's input projection gives all heads' queries."""
     query: PackedLinear | None
     """query_rank -> all heads' queries."""
-    keys: tuple[PackedLinear, ...]
+    keys: PackedHeads
     """Of each head: its query's unrotated dimensions -> rank."""
-    values: tuple[PackedLinear, ...]
+    values: PackedHeads
     """Of each head: rank -> its value."""
 
     def products(self) -> tuple[PackedLinear, ...]:
-        return *(() if self.query is None else (self.query,)), *self.keys, *self.values
+        return *(() if self.query is None else (self.query,)), *self.keys.weights, *self.values.weights
 
 
 @dataclass(frozen=True, slots=True)
