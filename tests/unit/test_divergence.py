@@ -297,6 +297,17 @@ def test_nine_of_ten_made_cases_have_their_reason() -> None:
     assert min(right[reason] for reason in MADE) >= 0.7 * CASES_OF_EACH, wrong
 
 
+@pytest.mark.parametrize(
+    ("begin", "end"), [("<think>", "</think>"), ("<|channel|>analysis<|message|>", "<|end|>")], ids=["think", "harmony"]
+)
+def test_reasoning_that_the_template_leaves_out_is_named(begin: str, end: str) -> None:
+    template = LATE_THINKING.replace("<think>", begin).replace("</think>", end)
+    before, _ = of_reasoning(random.Random(1))
+    now = goes_on(random.Random(2), before)
+    found = divergence(record({**before, "template": template}), record({**now, "template": template}), text_of)
+    assert found is not None and found.reason is Reason.REASONING_LEFT_OUT
+
+
 def test_a_prompt_that_goes_on_has_no_divergence() -> None:
     before, now = of_equal(random.Random(1))
     one, other = record(before), record(now)
