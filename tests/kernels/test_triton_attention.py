@@ -260,6 +260,51 @@ def test_a_list_with_room_is_walked_to_its_count(
         assert (out[len(query) :] == 7.0).all()
 
 
+def exact(case: PagedCase, chunks: list[Chunk], window: int | None, soft_cap: float | None) -> Tensor:
+    """Attention in float64, query by query, over the sequences' own keys and values."""
+    rows: list[Tensor] = []
+    for chunk in chunks:
+        blocks = case.block_tables[chunk.sequence, : -(-chunk.end // 16)].long()
+        keys, values = (
+            cache[blocks].transpose(1, 2).flatten(0, 1).double() for cache in (case.key_cache, case.value_cache)
+        )
+        for position in range(chunk.begin, chunk.end):
+            seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
+            query = case.queries[chunk.sequence][position].double()
+            group = len(query) // keys.shape[1]
+            heads = torch.arange(len(query), device=query.device) // group
+            scores = torch.einsum("hd,nhd->hn", query, keys[seen][:, heads]) * case.scale
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            rows.append(torch.einsum("hn,nhd->hd", scores.softmax(1), values[seen][:, heads]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("deterministic", "hopper"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("dtype", "window", "soft_cap"),
+    [(torch.float32, None, None), (torch.bfloat16, 70, None), (torch.bfloat16, 200, 5.0)],
+)
+def test_close_to_float64_in_a_mixed_step(
+    dtype: torch.dtype,
+    window: int | None,
+    soft_cap: float | None,
+    deterministic: bool,
+    hopper: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decodes, drafts and chunks of one to five segments on a device of a few programs, some tiles cut and some not."""
+    monkeypatch.setattr(plans, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(plans, "is_hopper", lambda device: hopper)
+    monkeypatch.setattr(plans, "SEGMENT", 128)
+    monkeypatch.setattr(plans, "DETERMINISTIC_SEGMENT", 128)
+    case = case_of([1, 128, 129, 300, 600, 200], num_heads=4, num_kv_heads=2, dtype=dtype)
+    chunks = [Chunk(0, 0, 1), Chunk(1, 127, 128), Chunk(2, 128, 129), Chunk(3, 296, 300), Chunk(4, 599, 600)]
+    chunks.append(Chunk(5, 180, 200))
+    actual = attend(case, chunks, sliding_window=window, soft_cap=soft_cap, deterministic=deterministic)
+    assert_relative(actual, exact(case, chunks, window, soft_cap).to(dtype))
+
+
 def test_a_plan_is_for_one_window_and_mode() -> None:
     case = case_of([20])
     arguments = batch(case, [Chunk(0, 19, 20)])
