@@ -73,6 +73,9 @@ class ExpertsConfig:
     nothing is added."""
     correction_is_row: bool = False
     """That tensor is stored as [1, num_experts]."""
+    beside_mlp: bool = False
+    """The layer has its MLP, too. Experts and router read the residual stream, each behind a norm of its own, and what
+    they and the MLP make of it is normed before it is added up; shares have a factor for each expert (Gemma 4)."""
     gate: str | None = "mlp.experts.{}.gate_proj"
     """Name of each expert's gate projection, with the expert's number in place of the braces; None: `up` holds the gate
     projection, too, unless MLPs have no gate."""

@@ -36,10 +36,19 @@ from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.latent import latent_queries, latent_values, store_latents
 from raydix.engine.model.lora import Lora, LoraLoader, LoraRows, add_loras
 from raydix.engine.model.packed_weights import mxfp4
-from raydix.engine.model.sizes import BLOCKS, LATENT_MAPS, LAYER_EMBEDDING, SCALES
+from raydix.engine.model.sizes import (
+    BLOCKS,
+    EXPERT_FACTORS,
+    LATENT_MAPS,
+    LAYER_EMBEDDING,
+    NORMS_BESIDE,
+    ROUTER_SCALE,
+    SCALES,
+)
 from raydix.engine.model.state_pool import StatePool
 from raydix.engine.model.weights import Checkpoint, TensorSource
 from raydix.kernels.decoder_pass import (
+    BesideExperts,
     DecoderPass,
     DeltaWeights,
     DenseMLP,
@@ -312,6 +321,8 @@ class Decoder:
             if layer.mlp is None:
                 continue
             y_TE = self._mlp(x_TE, index, layer.mlp, batch.loras)
+            if layer.beside is not None:
+                y_TE = _norm(y_TE, layer.beside.mlp_norm, eps) + self._beside(residual_TE, layer.beside)
             if layer.mlp_post_norm is not None:
                 y_TE = _norm(y_TE, layer.mlp_post_norm, eps)
 
@@ -326,6 +337,12 @@ class Decoder:
             x_TE = residual_TE if layer.next_norm is None else _norm(residual_TE, layer.next_norm, eps)
 
         return x_TE
+
+    def _beside(self, residual_TE: Tensor, beside: BesideExperts) -> Tensor:
+        """What the experts beside an MLP make of the residual stream."""
+        eps = self.config.rms_norm_eps
+        read, routed = (_norm(residual_TE, norm, eps) for norm in (beside.input_norm, beside.router_norm))
+        return _norm(experts(read, beside.experts, routed), beside.output_norm, eps)
 
     def _own_input(self, x_TE: Tensor, input_TP: Tensor, weights: OwnInput) -> Tensor:
         """What a layer adds for its own embeddings of the tokens, behind a gate that the residual stream opens."""
@@ -684,7 +701,8 @@ class _Loader:
             output = self._packed([f"{prefix}self_attn.o_proj"], bias=config.attention_output_bias)
         has_head_norms = config.qk_norm and recurrent is None and qkv is not None
         mlp: DenseMLP | PackedExperts | None = None
-        if (of := config.experts_of_layer(index)) is not None:
+        of = config.experts_of_layer(index)
+        if of is not None and not of.beside_mlp:
             mlp = self._experts(prefix, of)
         elif index not in config.layers_without_mlp:
             mlp = self._mlp(f"{prefix}mlp", bias=config.mlp_bias)
@@ -709,6 +727,7 @@ class _Loader:
             sinks=self._weights.tensor(f"{prefix}self_attn.sinks").float() if config.attention_sinks else None,
             recurrent=recurrent,
             shared=None if of is None or not of.shared_size else self._shared(prefix, of),
+            beside=self._beside(prefix, of) if of is not None and of.beside_mlp else None,
             v_norm=torch.ones(head_dim, device=self._device) if config.value_norm and stores else None,
             own_input=self._own_input(prefix) if config.layer_input_size else None,
             scalar=self.tensor(f"{prefix}layer_scalar").clone() if config.layer_scalars else None,
@@ -724,6 +743,13 @@ class _Loader:
             self._packed(["model.per_layer_model_projection"], bias=False),
             self.norm("model.per_layer_projection_norm"),
         )
+
+    def _beside(self, prefix: str, of: ExpertsConfig) -> BesideExperts:
+        scale = self._weights.tensor(f"{prefix}{ROUTER_SCALE}").to(self._device, torch.float32)
+        input_norm, output_norm, mlp_norm = (self._row_norm(f"{prefix}{name}") for name in NORMS_BESIDE)
+        # The router's input is normed without weights, and multiplied by one number for each dimension.
+        router_norm = Norm(scale * self._config.hidden_size**-0.5)
+        return BesideExperts(self._experts(prefix, of), router_norm, input_norm, output_norm, mlp_norm)
 
     def _own_input(self, prefix: str) -> OwnInput:
         gate, projection = (
@@ -871,12 +897,16 @@ class _Loader:
         if of.correction is not None:
             correction = self._weights.tensor(f"{prefix}{of.correction}").to(self._device, torch.float32)
             correction = correction.flatten().clone()
+        factors = None
+        if of.beside_mlp:
+            factors = self._weights.tensor(f"{prefix}{EXPERT_FACTORS}").to(self._device, torch.float32).clone()
         return pack_experts(
             router,
             gate_up,
             down,
             of.routing,
             correction=correction,
+            factors=factors,
             activation=self._config.activation,
             has_gate=self._config.gated_mlp,
         )

@@ -33,6 +33,10 @@ MOST_SNAPSHOTS = 256  # recurrent states beside those of running requests, at mo
 MXFP4_COLUMNS = 32  # columns of one block
 FACTOR_BYTES = 4  # behind the numbers of each row of keys or values in 8 bits (`raydix.kernels.narrow_kv`)
 _EMBEDDING = "model.embed_tokens.weight"
+# Names below a layer with experts beside its MLP: of the norms of what experts read, of what they give, and of what the
+# MLP gives; and of factors of the router's input and of shares.
+NORMS_BESIDE = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1")
+ROUTER_SCALE, EXPERT_FACTORS = "router.scale", "router.per_expert_scale"
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"  # of every layer, one beside the other
 _MASKS = (".attention.masked_bias", ".attention.bias")  # GPT-NeoX's, in early files
 _MAX_NAMED = 4
@@ -68,8 +72,14 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             placed += [norms.attention, norms.attention_post]
         if layer not in config.layers_without_mlp:
             experts = config.experts_of_layer(layer)
-            of_layer |= _mlp_shapes(config, layer) if experts is None else _expert_shapes(config, experts)
+            if experts is None or experts.beside_mlp:
+                of_layer |= _mlp_shapes(config, layer)
+            if experts is not None:
+                of_layer |= _expert_shapes(config, experts)
             placed += [norms.mlp, norms.mlp_post]
+            if experts is not None and experts.beside_mlp:
+                of_layer |= {ROUTER_SCALE: (hidden,), EXPERT_FACTORS: (experts.num_experts,)}
+                placed += NORMS_BESIDE
         of_layer |= {f"{name}.{kind}": (hidden,) for name in placed if name is not None for kind in kinds}
         if own:
             of_layer["per_layer_input_gate.weight"] = (own, hidden)
@@ -380,7 +390,8 @@ def pair_share(config: ModelConfig) -> float:
             num_paired += 2 * config.num_heads * heads.dim if config.layer_windows[layer] is None else 0
         inner = 0 if layer in config.layers_without_mlp else config.mlp_size(layer)
         if (experts := config.experts_of_layer(layer)) is not None:
-            inner = experts.routing.per_token * experts.intermediate_size + experts.shared_size
+            inner = inner if experts.beside_mlp else 0
+            inner += experts.routing.per_token * experts.intermediate_size + experts.shared_size
         num_products += (2 + config.gated_mlp) * inner * config.hidden_size
     return num_paired / num_products if num_products else 0.0
 

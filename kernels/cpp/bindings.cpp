@@ -601,7 +601,7 @@ class ExpertMemory {
 
 // The router's weight, or [experts, hidden] float32; lists of the experts' gate_up and down weights; correction or None;
 // (experts of a token, normalised, sigmoid, groups, best groups, experts of a group's score, scale, offset of the sum),
-// activation.
+// activation, whether experts have a gate, factors of shares or None.
 PyObject* make_experts(PyObject* const* args) {
   check_type(raydix::has_linear(), "this build has no bfloat16 product");
   auto result = std::make_unique<Experts>();
@@ -622,6 +622,8 @@ PyObject* make_experts(PyObject* const* args) {
   check(!e.correction || tensor(args[3]).numel() == count, "the correction must be [num_experts]");
   result->activation = activation_of(args[5]);
   e.has_gate = args[6] == Py_True;
+  e.factors = result->floats(args[7]);
+  check(!e.factors || tensor(args[7]).numel() == count, "the factors must be [num_experts]");
   check(PyList_GET_SIZE(args[1]) == count && PyList_GET_SIZE(args[2]) == count, "the router must know each expert");
   check(e.per_token > 0 && e.per_token <= count, "a token cannot have more experts than there are");
   check(e.num_groups > 0 && count % e.num_groups == 0 && e.top_groups > 0 && e.top_groups <= e.num_groups &&
@@ -639,7 +641,7 @@ PyObject* make_experts(PyObject* const* args) {
                        [](PyObject* capsule) { delete (Experts*)PyCapsule_GetPointer(capsule, "raydix.experts"); });
 }
 
-// Experts, x.
+// Experts, x, the rows that the router reads or None.
 PyObject* experts(PyObject* const* args) {
   auto* owner = (Experts*)PyCapsule_GetPointer(args[0], "raydix.experts");
   check_type(owner != nullptr, "expected experts");
@@ -647,12 +649,18 @@ PyObject* experts(PyObject* const* args) {
   const Tensor& x = tensor(args[1]);
   check(x.dim() == 2 && x.is_contiguous() && x.size(1) == e.router.in_features, "x must be [num_tokens, hidden]");
   check_type(x.scalar_type() == at::kBFloat16, "x must be bfloat16");
+  const Tensor* routed = maybe_tensor(args[2]);
+  if (routed) {
+    same_type(x, *routed);
+    check(routed->sizes() == x.sizes() && routed->is_contiguous(), "routed rows must be contiguous and like x");
+  }
   const Tensor out = at::empty(x.sizes(), x.options());
   const int64_t rows = x.size(0);
   if (rows == 0) return THPVariable_Wrap(out);
+  const void* read = routed ? routed->data_ptr() : x.data_ptr();
   ExpertMemory memory({&e}, 1, rows);
   run(rows * e.per_token * x.size(1) * e.down[0].in_features, 1 << 20, [&](raydix::Crew& crew) {
-    raydix::experts(e, x.data_ptr(), out.data_ptr(), rows, owner->activation, memory.buffers, 0, crew);
+    raydix::experts(e, x.data_ptr(), read, out.data_ptr(), rows, owner->activation, memory.buffers, 0, crew);
   });
   return THPVariable_Wrap(out);
 }
@@ -935,8 +943,8 @@ PyMethodDef methods[] = {
     method<linear, 6>("linear"),
     method<has_linear, 0>("has_linear"),
     method<onednn_linear, 4>("onednn_linear"),
-    method<make_experts, 7>("make_experts"),
-    method<experts, 2>("experts"),
+    method<make_experts, 8>("make_experts"),
+    method<experts, 3>("experts"),
     method<make_heads, 1>("make_heads"),
     method<linear_heads, 2>("linear_heads"),
     method<decoder, 7>("decoder"),

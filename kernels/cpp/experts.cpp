@@ -97,8 +97,10 @@ void route_row(const Experts& e, const float* logits, int32_t* ids, float* share
     ids[rank] = int32_t(take_best(choice.data(), count));
     total += shares[rank] = scores[size_t(ids[rank])];
   }
-  for (int64_t rank = 0; rank < e.per_token; ++rank)
+  for (int64_t rank = 0; rank < e.per_token; ++rank) {
     shares[rank] = (e.normalised ? shares[rank] / total : shares[rank]) * e.scale;
+    if (e.factors) shares[rank] *= e.factors[ids[rank]];
+  }
 }
 
 // A row's logits, widened if they were rounded.
@@ -134,16 +136,16 @@ void group(const Experts& e, int64_t rows, bool one_row, const ExpertBuffers& b,
 
 }  // namespace
 
-void experts(const Experts& e, const void* x, void* out, int64_t rows, Activation activation, ExpertBuffers& b,
-             size_t layer, Crew& crew) {
+void experts(const Experts& e, const void* x, const void* routed, void* out, int64_t rows, Activation activation,
+             ExpertBuffers& b, size_t layer, Crew& crew) {
   const Weight& router = e.router;
   const int64_t hidden = router.in_features, ranks = e.per_token, inner = e.down[0].in_features;
   const bool one_row = rows == 1;  // every expert reads it where it is
   ExpertProducts& products = b.products[layer];
   if (e.float_router) {
-    all_float_logits(e, (const bf16*)x, rows, (float*)b.logits, crew);
+    all_float_logits(e, (const bf16*)routed, rows, (float*)b.logits, crew);
   } else {
-    linear({&router, x, b.logits, rows, hidden, nullptr}, crew);
+    linear({&router, routed, b.logits, rows, hidden, nullptr}, crew);
   }
   crew.share(rows, grain(router.out_features),
              [&](int64_t row) { route(e, b.logits, row, b.ids + row * ranks, b.shares + row * ranks); });

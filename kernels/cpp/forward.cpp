@@ -60,7 +60,7 @@ struct Pass {
       norm(b.y, b.residual, layer.mlp_norm, b.x, b.sum, rows);
       std::swap(b.residual, b.sum);
       if (layer.experts) {
-        experts(*layer.experts, b.x, b.y, rows, a.activation, *a.expert_buffers, index, crew);
+        experts(*layer.experts, b.x, b.x, b.y, rows, a.activation, *a.expert_buffers, index, crew);
       } else {
         product(b.x, layer.gate_up, b.wide, rows, &layer.down);
         const int64_t width = layer.down.in_features;

@@ -194,6 +194,7 @@ struct Linear {
 struct Experts {
   Weight router;  // hidden -> one logit for each expert, rounded; of a float router the sizes alone
   const float* float_router;  // [experts, hidden]; null: none
+  const float* factors;       // [experts], each on its expert's share; null: none
   const float* correction;    // [experts], added to the scores by which experts are chosen; null: none
   std::vector<Weight> gate_up, down;  // without a gate the first is the up projection
   int64_t per_token;
@@ -283,8 +284,8 @@ bool has_linear();  // whether this build has the one below
 void linear(const Linear& a, Crew& crew);
 void linears(const std::vector<Linear>& all, Crew& crew);  // as one phase
 // out = for each row the sum of what its experts make of it, [rows, hidden] bfloat16.
-// `layer`: index among those of the call.
-void experts(const Experts& e, const void* x, void* out, int64_t rows, Activation activation, ExpertBuffers& b,
+// `routed`: the rows that the router reads. `layer`: index among those of the call.
+void experts(const Experts& e, const void* x, const void* routed, void* out, int64_t rows, Activation activation, ExpertBuffers& b,
              size_t layer, Crew& crew);
 void sample(const Sample& a, DType dtype, Crew& crew);
 

@@ -13,6 +13,7 @@ from raydix.kernels.linear_heads import PackedHeads
 from raydix.kernels.silu_and_mul import KINDS
 
 __all__ = [
+    "BesideExperts",
     "DecoderPass",
     "DeltaWeights",
     "DenseMLP",
@@ -120,6 +121,24 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideExperts:
+    """The experts of a layer that has its MLP, too."""
+
+    experts: PackedExperts
+    router_norm: Norm
+    """Of what the router reads."""
+    input_norm: Norm
+    """Of what the experts read."""
+    output_norm: Norm
+    """Of what the experts give."""
+    mlp_norm: Norm
+    """Of what the MLP gives, before the two are added up."""
+
+    def products(self) -> tuple[PackedLinear, ...]:
+        return self.experts.products()
+
+
+@dataclass(frozen=True, slots=True)
 class OwnInput:
     """The weights with which a layer adds its own embedding of each token."""
 
@@ -163,6 +182,8 @@ class LayerWeights:
     """None: the layer has attention. A recurrent layer has no use for `q_norm`, `k_norm`, `cos_sin` and `window`."""
     shared: SharedExpert | None = None
     """None: the layer has no such expert beside those of `mlp`."""
+    beside: BesideExperts | None = None
+    """None: the layer has no experts beside its MLP."""
     v_norm: Tensor | None = None
     """[head_dim] float32: of each head's values."""
     own_input: OwnInput | None = None
@@ -175,7 +196,7 @@ class LayerWeights:
 
     def products(self) -> tuple[PackedLinear, ...]:
         own = tuple(each for each in (self.qkv, self.output) if each is not None)
-        parts = (part for part in (self.mlp, self.shared, self.own_input, self.latent) if part is not None)
+        parts = (part for part in (self.mlp, self.shared, self.beside, self.own_input, self.latent) if part is not None)
         return own + tuple(product for part in parts for product in part.products())
 
 
@@ -204,11 +225,8 @@ class DecoderPass:
     def supports(layers: tuple[LayerWeights, ...]) -> bool:
         """True if the C++ path computes every product itself, and has an RMS norm before each."""
         # The C++ loop norms before each product; families that norm behind only go layer by layer in Python.
-        extras = (
-            part
-            for layer in layers
-            for part in (layer.recurrent, layer.shared, layer.v_norm, layer.own_input, layer.scalar, layer.latent)
-        )
+        names = ("recurrent", "shared", "beside", "v_norm", "own_input", "scalar", "latent")
+        extras = (getattr(layer, name) for layer in layers for name in names)
         if any(part is not None for part in extras):
             return False
         if any(layer.qkv is None or layer.mlp is None for layer in layers):

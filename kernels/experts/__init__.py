@@ -31,6 +31,8 @@ class PackedExperts:
     not."""
     correction: Tensor | None
     """[num_experts] float32: added to the scores by which experts are chosen."""
+    factors: Tensor | None
+    """[num_experts] float32: each is a factor of its expert's share."""
     gate_up: tuple[PackedLinear, ...]
     """Of experts without a gate the up projections alone."""
     down: tuple[PackedLinear, ...]
@@ -52,6 +54,7 @@ def pack_experts(
     routing: Routing,
     *,
     correction: Tensor | None = None,
+    factors: Tensor | None = None,
     activation: str = "silu",
     has_gate: bool = True,
 ) -> PackedExperts:
@@ -61,6 +64,7 @@ def pack_experts(
     packed = PackedExperts(
         router=router,
         correction=correction,
+        factors=factors,
         gate_up=tuple(gate_up),
         down=tuple(down),
         routing=routing,
@@ -89,29 +93,32 @@ def pack_experts(
         ),
         KINDS.index(activation),
         has_gate,
+        factors,
     )
     return replace(packed, handle=handle)
 
 
-def experts(x: Tensor, packed: PackedExperts) -> Tensor:
+def experts(x: Tensor, packed: PackedExperts, routed: Tensor | None = None) -> Tensor:
     """Sum what its experts make of each row of `x` [num_tokens, hidden]. The result has the shape and dtype of `x`.
 
-    Routing and the sum are in float32; logits are, too, or are rounded to x's dtype, as the published implementations
-    do. Raises `ValueError` on a wrong width and `TypeError` on a wrong dtype.
+    `routed`, like `x`: the rows that the router reads; None: those of `x`. Routing and the sum are in float32; logits
+    are, too, or are rounded to x's dtype, as the published implementations do. Raises `ValueError` on a wrong width and
+    `TypeError` on a wrong dtype.
     """
     if packed.handle is not None:
         ops = cpu_ops()
         assert ops is not None
-        result: Tensor = ops.experts(packed.handle, x.contiguous())
+        result: Tensor = ops.experts(packed.handle, x.contiguous(), routed)
         return result
-    return _expert_by_expert(x, packed)
+    return _expert_by_expert(x, packed, routed)
 
 
-def _expert_by_expert(x: Tensor, packed: PackedExperts) -> Tensor:
+def _expert_by_expert(x: Tensor, packed: PackedExperts, routed: Tensor | None = None) -> Tensor:
     """Compute a pair of products for each expert that some row has chosen."""
     ranks, router = packed.routing.per_token, packed.router
-    logits = functional.linear(x.float(), router) if isinstance(router, Tensor) else linear(x, router)
-    ids, shares = route_reference(logits, packed.routing, packed.correction)
+    read = x if routed is None else routed
+    logits = functional.linear(read.float(), router) if isinstance(router, Tensor) else linear(read, router)
+    ids, shares = route_reference(logits, packed.routing, packed.correction, packed.factors)
     chosen = ids.flatten()
     places = torch.sort(chosen, stable=True).indices  # index // ranks is the row, index % ranks the rank
     groups = torch.split(places, torch.bincount(chosen, minlength=len(packed.down)).tolist())

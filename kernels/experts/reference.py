@@ -10,12 +10,15 @@ from raydix.kernels.routing import Routing
 from raydix.kernels.silu_and_mul.reference import activate_reference, silu_and_mul_reference
 
 
-def route_reference(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route_reference(
+    logits: Tensor, routing: Routing, correction: Tensor | None = None, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The experts of each row of `logits` [num_tokens, num_experts], best first, and their shares: two
     [num_tokens, per_token].
 
     In float32. Experts are chosen by their scores, with `correction` [num_experts] added to these; shares are made of
-    the scores as they are. Of equals the one with the lower index comes first.
+    the scores as they are, and each is multiplied by its expert's number of `factors` [num_experts]. Of equals the one
+    with the lower index comes first.
     """
     logits = logits.float()
     scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(1)
@@ -33,7 +36,8 @@ def route_reference(logits: Tensor, routing: Routing, correction: Tensor | None 
     shares = scores.gather(1, ids)
     if routing.normalised:
         shares = shares / (shares.sum(1, keepdim=True) + routing.sum_offset)
-    return ids, shares * routing.scale
+    shares = shares * routing.scale
+    return ids, shares if factors is None else shares * factors[ids]
 
 
 def experts_reference(
@@ -44,18 +48,21 @@ def experts_reference(
     routing: Routing,
     correction: Tensor | None = None,
     *,
+    factors: Tensor | None = None,
+    routed: Tensor | None = None,
     activation: str = "silu",
     has_gate: bool = True,
 ) -> Tensor:
     """Row by row, the sum over the row's experts of share * down(act(gate(x)) * up(x)), added in order of rank.
 
     `x` [num_tokens, hidden]; `router` [num_experts, hidden], in float32 if its logits are not to be rounded to x's
-    dtype; `correction` [num_experts]; of each expert `gate_up` [2 * intermediate, hidden] (without a gate
-    [intermediate, hidden]) and `down` [hidden, intermediate]. Each product is rounded to x's dtype, the sum is in
-    float32 and rounded once.
+    dtype; `correction` and `factors` [num_experts]; `routed`, like `x`, the rows that the router reads; of each expert
+    `gate_up` [2 * intermediate, hidden] (without a gate [intermediate, hidden]) and `down` [hidden, intermediate]. Each
+    product is rounded to x's dtype, the sum is in float32 and rounded once.
     """
-    logits = linear_reference(x, router, None) if router.dtype == x.dtype else x.float() @ router.T
-    ids, shares = route_reference(logits, routing, correction)
+    read = x if routed is None else routed
+    logits = linear_reference(read, router, None) if router.dtype == x.dtype else read.float() @ router.T
+    ids, shares = route_reference(logits, routing, correction, factors)
     result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for row in range(x.shape[0]):
         for expert, share in zip(ids[row].tolist(), shares[row], strict=True):

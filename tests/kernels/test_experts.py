@@ -72,6 +72,37 @@ def test_matches_reference(dtype: torch.dtype, rows: int, per_token: int, normal
     assert_close(experts(x, weights.packed()), weights.expected(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_float", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 40])
+def test_the_router_may_read_other_rows_and_shares_have_factors(dtype: torch.dtype, is_float: bool, rows: int) -> None:
+    weights = Weights(dtype, is_float=is_float)
+    factors = torch.rand(NUM) + 0.5
+    packed = pack_experts(
+        weights.router if is_float else pack_weight(weights.router),
+        [pack_weight(weight) for weight in weights.gate_up],
+        [pack_weight(weight) for weight in weights.down],
+        weights.routing,
+        factors=factors,
+    )
+    x, routed = torch.randn(rows, HIDDEN).to(dtype), torch.randn(rows, HIDDEN).to(dtype)
+    of = weights.router, weights.gate_up, weights.down, weights.routing
+    actual = experts(x, packed, routed)
+    assert_close(actual, experts_reference(x, *of, factors=factors, routed=routed))
+    # In float32 the last bits may depend on the batch.
+    for row in range(0, rows if packed.handle is not None else 0, 13):
+        assert torch.equal(experts(x[row : row + 1], packed, routed[row : row + 1])[0], actual[row])
+
+
+def test_routed_rows_of_another_shape_are_refused() -> None:
+    packed = Weights(torch.bfloat16).packed()
+    if packed.handle is None:
+        pytest.skip(NO_PRODUCT)
+    x = torch.zeros(2, HIDDEN, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="routed rows must be contiguous and like x"):
+        experts(x, packed, x[:1])
+
+
 ROUTINGS = {
     "of the best groups": Routing(
         per_token=2, normalised=True, score="sigmoid", num_groups=3, top_groups=1, group_best=2, scale=2.5

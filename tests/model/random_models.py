@@ -278,6 +278,21 @@ CASES |= {
     ),
 }
 
+CASES |= {
+    "gemma 4 moe": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
+    ),
+}
 LAYER_NORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "command r": ("Cohere", {"num_key_value_heads": 4}),
     "command r+": ("Cohere", {"use_qk_norm": True, "attention_bias": True}),
@@ -293,7 +308,7 @@ CASES |= LAYER_NORMS
 
 LAYER_BY_LAYER = {*LAYER_NORMS, "olmo 2", "olmo 3", "exaone 4", "exaone 4 without windows", "ministral 3"}
 LAYER_BY_LAYER |= {"olmoe", "qwen 2 moe", "qwen 3 next", "qwen 3.5", "qwen 3.5 moe", "lfm 2"}
-LAYER_BY_LAYER |= {"gemma 4", "gemma 4 large", "glm 4.5", "glm 4.5 air"}
+LAYER_BY_LAYER |= {"gemma 4", "gemma 4 large", "gemma 4 moe", "glm 4.5", "glm 4.5 air"}
 LAYER_BY_LAYER |= {"ernie 4.5 moe", "dots.llm1", "minimax m2", "lfm 2 moe"}
 LAYER_BY_LAYER |= {case for case, (family, _) in CASES.items() if family in ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")}
 LAYER_BY_LAYER |= {case for case in CASES if case.startswith(("granite", "nemotron"))}

@@ -454,11 +454,24 @@ def test_large_gemma_4_takes_keys_as_values() -> None:
     assert config_of(written) == found, "as transformers writes it"
 
 
+def test_gemma_4_may_have_experts_beside_each_mlp() -> None:
+    moe = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 40}
+    found = config_of({**GEMMA4, "hidden_size_per_layer_input": 0, **moe})
+    assert found.experts is not None and found.experts.beside_mlp and found.cpu_only == "experts"
+    shapes = expected_shapes(found)
+    assert shapes["model.layers.0.experts.gate_up_proj"] == (4, 80, 64)
+    assert shapes["model.layers.0.mlp.gate_proj.weight"] == (96, 64)
+    assert shapes["model.layers.0.router.per_expert_scale"] == (4,)
+    assert shapes["model.layers.0.post_feedforward_layernorm_2.weight"] == (64,)
+    alone = pair_share(config_of({**GEMMA4, "hidden_size_per_layer_input": 0}))
+    assert 0 < pair_share(found) < alone, "a token has more products"
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"use_bidirectional_attention": "all"}, "both directions"),
-        ({"enable_moe_block": True}, "experts beside each MLP"),
+        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "a token cannot have 5 experts of 4"),
         ({"vocab_size_per_layer_input": 100}, "embeds other tokens"),
         ({"num_kv_shared_layers": 7, "vocab_size_per_layer_input": 200}, "no layer has keys and values for the last 7"),
         ({"hidden_size_per_layer_input": 0, "per_layer_config": {"5": {"head_dim": 64}}}, "lacks the key '11'"),

@@ -6,9 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from raydix.engine.core.errors import StartupError
-from raydix.engine.model.config import KVHeads, LayerNorms, ModelConfig
+from raydix.engine.model.config import ExpertsConfig, KVHeads, LayerNorms, ModelConfig
 from raydix.engine.model.families.family import Family, Settings
-from raydix.engine.model.families.parts import decoder, layer_windows, optional_float, rope_of, rope_parameters
+from raydix.engine.model.families.parts import (
+    decoder,
+    experts_of,
+    layer_windows,
+    optional_float,
+    rope_of,
+    rope_parameters,
+)
 
 # Values that the `config.json` of any Gemma may leave out.
 GEMMA_DEFAULTS: Mapping[str, Any] = {
@@ -129,11 +136,13 @@ GEMMA3 = Family(
 )
 
 
+# Names below a layer of two tensors with all its experts.
+_STACKED = ("experts.gate_up_proj", "experts.down_proj")
+
+
 def _gemma4(settings: Settings) -> ModelConfig:
     if settings.get("use_bidirectional_attention") == "all":
         raise StartupError(f"{settings.architecture} attends in both directions here, which is not supported")
-    if settings.get("enable_moe_block"):
-        raise StartupError(f"{settings.architecture} has experts beside each MLP here, which is not supported")
     num_layers, vocab_size = int(settings["num_hidden_layers"]), int(settings["vocab_size"])
     windows = layer_windows(settings, settings["sliding_window"], lambda index: (index + 1) % 6 != 0)
     windows = (*windows[:-1], None)  # whatever is stated of the last layer
@@ -163,8 +172,16 @@ def _gemma4(settings: Settings) -> ModelConfig:
         shared_kv_scale=2 if settings["use_double_wide_mlp"] else 1,
         layer_input_size=own_size,
         layer_scalars=True,
+        experts=_gemma4_experts(settings) if settings.get("enable_moe_block") else None,
+        own_names=tuple((f"{name}.weight", name) for name in _STACKED),
         logit_soft_cap=optional_float(settings.get("final_logit_softcapping")),
     )
+
+
+def _gemma4_experts(settings: Settings) -> ExpertsConfig:
+    experts = experts_of(settings.changed(num_experts_per_tok=settings.get("top_k_experts"), norm_topk_prob=True))
+    up, down = _STACKED
+    return replace(experts, beside_mlp=True, router="router.proj", gate=None, up=up, down=down)
 
 
 def _unlimited_heads(settings: Settings, windows: Sequence[int | None]) -> KVHeads:
@@ -204,12 +221,13 @@ _GEMMA4_DEFAULTS: Mapping[str, Any] = {
 }
 
 # Gemma 4, the text model: layers without a window have heads of their own and turn a part of them; values pass a norm;
-# in the small sizes each layer has its own embedding of a token, and the last layers attend to other layers' KV.
+# in the small sizes each layer has its own embedding of a token, and the last layers attend to other layers' KV; one
+# size has experts beside each MLP.
 GEMMA4 = Family(
     model_type="gemma4",
     architecture="Gemma4ForCausalLM",
-    title="Gemma 4, dense",
-    sizes={"E2B": 4.63, "E4B": 7.46, "31B": 30.7},
+    title="Gemma 4",
+    sizes={"E2B": 4.63, "E4B": 7.46, "26B-A4B": 25.2, "31B": 30.7},
     also=("Gemma4ForConditionalGeneration",),
     defaults=_GEMMA4_DEFAULTS,
     describe=_gemma4,
