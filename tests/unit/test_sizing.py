@@ -200,6 +200,29 @@ def test_published_gemma_4_has_its_size() -> None:
     assert pair_share(e2b) > 0
 
 
+def test_experts_in_mxfp4_fit_where_they_are_kept() -> None:
+    gpt_oss = config_of(
+        {
+            "model_type": "gpt_oss",
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "vocab_size": 201_088,
+            "num_local_experts": 32,
+            "quantization_config": {"quant_method": "mxfp4"},
+        }
+    )
+    machine = Machine(2, 32, free_gib=28)
+    _, wide = chosen((), {}, machine, options=_no_options())
+    with pytest.raises(StartupError, match=r"with model\.quantization stored requests of up to \d+ tokens fit"):
+        size_up(wide, gpt_oss, machine)
+    kept = wide.model_copy(update={"model": wide.model.model_copy(update={"quantization": "stored"})})
+    sizes = size_up(kept, gpt_oss, machine)
+    assert sizes.max_model_len > 1024 and 12 < sizes.weights_gib < 13.2
+
+
 def test_adapters_are_refused_for_recurrent_layers() -> None:
     config = load_config("cpu_mixed", {"model": {"adapters": {"name": "/folder"}}})
     with pytest.raises(StartupError, match="Qwen3_5ForCausalLM has recurrent layers, which take no adapters"):
