@@ -455,7 +455,7 @@ class GgufBeginning(GgufModel):
         return FILE_BITS.get(self._field("general.file_type"))
 
     def _has_packed_experts(self) -> bool:
-        return self._field("general.file_type") == _MXFP4_FILE
+        return bool(self._field("general.file_type") == _MXFP4_FILE)
 
     def _field(self, key: str) -> Any:
         return self._fields.get(key)
