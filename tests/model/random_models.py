@@ -245,6 +245,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "rope",
         },
     ),
+    "bamba": (
+        "Bamba",
+        {**{key: value for key, value in MAMBA.items() if key.startswith("mamba")}, "attn_layer_indices": [1]},
+    ),
     "nemotron h": ("NemotronH", {**NEMOTRON, "hybrid_override_pattern": "M-*M-"}),
     "nemotron h, attention last": ("NemotronH", {**NEMOTRON, "hybrid_override_pattern": "-MM*", "use_bias": True}),
     "nemotron 3": (
@@ -311,7 +315,7 @@ LAYER_BY_LAYER |= {"olmoe", "qwen 2 moe", "qwen 3 next", "qwen 3.5", "qwen 3.5 m
 LAYER_BY_LAYER |= {"gemma 4", "gemma 4 large", "gemma 4 moe", "glm 4.5", "glm 4.5 air"}
 LAYER_BY_LAYER |= {"ernie 4.5 moe", "dots.llm1", "minimax m2", "lfm 2 moe"}
 LAYER_BY_LAYER |= {case for case, (family, _) in CASES.items() if family in ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")}
-LAYER_BY_LAYER |= {case for case in CASES if case.startswith(("granite", "nemotron"))}
+LAYER_BY_LAYER |= {case for case in CASES if case.startswith(("granite", "bamba", "nemotron"))}
 """Cases with a part that the pass of all layers in one call does not know."""
 
 

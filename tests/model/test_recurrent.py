@@ -19,7 +19,7 @@ from tests.model.random_models import reference
 from tests.model.test_family_exactness import ask, make_engine
 from tests.skips import NO_PRODUCT
 
-RECURRENT = ["qwen 3.5", "lfm 2", "qwen 3 next", "granite 4", "granite 4 moe", "nemotron h", "nemotron 3"]
+RECURRENT = ["qwen 3.5", "lfm 2", "qwen 3 next", "granite 4", "granite 4 moe", "bamba", "nemotron h", "nemotron 3"]
 GENERATOR = torch.Generator().manual_seed(3)
 TEXT = tuple(torch.randint(1, 200, (400,), generator=GENERATOR).tolist())
 DOCUMENT = TEXT[:160]

@@ -218,6 +218,16 @@ def test_layers_of_granite_4() -> None:
         config_of({**config, "mamba_n_groups": 3})
 
 
+def test_layers_of_bamba() -> None:
+    config = {**SMALL, "model_type": "bamba", "mamba_n_heads": 4}
+    found = config_of({**config, "attn_layer_indices": [2]})
+    assert found.recurrent is not None and found.recurrent.layers == (0, 1, 3) and found.attention_layers == (2,)
+    assert found.rope.share == 0.5
+    shapes = expected_shapes(found)
+    assert shapes["model.layers.0.feed_forward.up_proj.weight"] == (96, 64)
+    assert {"model.final_layernorm.weight", "model.layers.0.pre_ff_layernorm.weight"} < shapes.keys()
+
+
 def test_layers_of_nemotron_h() -> None:
     """Each is one part alone, by the letters of the published files or by transformers 5's names."""
     config = {**SMALL, "model_type": "nemotron_h", "head_dim": 16, "mamba_num_heads": 4, "n_groups": 2}

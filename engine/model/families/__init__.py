@@ -17,7 +17,7 @@ from raydix.engine.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4
 from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED
 from raydix.engine.model.families.gpt_oss import GPT_OSS
-from raydix.engine.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
+from raydix.engine.model.families.granite import BAMBA, GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from raydix.engine.model.families.layer_norms import GPT_NEOX, PHI, STABLELM, STARCODER2
 from raydix.engine.model.families.lfm import LFM2, LFM2_MOE
 from raydix.engine.model.families.llama import ERNIE4_5, EXAONE4, GLM, GLM4, HELIUM, LLAMA, PHI3, SEED_OSS, SMOLLM3
@@ -34,7 +34,7 @@ _ALL = (
     *(PHI3, SMOLLM3, GLM, GLM4, HELIUM, ERNIE4_5, SEED_OSS),
     *(COHERE, COHERE2, STABLELM, PHI, STARCODER2, GPT_NEOX),
     *(GRANITE, OLMO2, OLMO3, EXAONE4, MINISTRAL3),
-    *(LFM2, LFM2_MOE, GRANITE_HYBRID, NEMOTRON_H),
+    *(LFM2, LFM2_MOE, GRANITE_HYBRID, BAMBA, NEMOTRON_H),
     *(QWEN2_MOE, QWEN3_NEXT, QWEN3_5_MOE),
     *(QWEN3_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GPT_OSS),
     *(GLM4_MOE, ERNIE4_5_MOE, DOTS1, MINIMAX_M2),

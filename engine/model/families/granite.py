@@ -1,8 +1,8 @@
-"""Granite 3, Granite 3 with experts, and Granite 4."""
+"""Granite 3, Granite 3 with experts, Granite 4, and Bamba before it."""
 
 from dataclasses import replace
 
-from raydix.engine.model.config import MambaConfig, ModelConfig
+from raydix.engine.model.config import LayerNorms, MambaConfig, ModelConfig
 from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.parts import decoder, experts_of, kinds_of_layers, mamba_layers, step_limits
 
@@ -62,7 +62,21 @@ GRANITE_MOE = Family(
 )
 
 
-def _granite_hybrid(settings: Settings) -> ModelConfig:
+# Values that the `config.json` of Granite 4 or Bamba may leave out.
+_MAMBA = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+}
+
+
+def _memory(settings: Settings) -> MambaConfig:
+    """Describe the heads of a Mamba-2 layer."""
     heads, head_dim = int(settings["mamba_n_heads"]), settings["mamba_d_head"]
     inner = int(settings["mamba_expand"]) * int(settings["hidden_size"])
     memory = MambaConfig(
@@ -76,6 +90,10 @@ def _granite_hybrid(settings: Settings) -> ModelConfig:
     )
     if memory.values != inner:
         raise ValueError(f"{heads} heads of {memory.head_dim} are not the {inner} channels that mamba_expand calls for")
+    return memory
+
+
+def _granite_hybrid(settings: Settings) -> ModelConfig:
     num_layers, shared_size = int(settings["num_hidden_layers"]), int(settings["shared_intermediate_size"])
     stated = settings.get("layer_types") or settings.get("layers_block_type") or ["mamba"] * num_layers
     if len(stated) != num_layers:
@@ -96,7 +114,7 @@ def _granite_hybrid(settings: Settings) -> ModelConfig:
         intermediate_size=plain.intermediate_size if has_experts else shared_size,
         experts=experts,
         layers_without_rope=() if settings.get("position_embedding_type") == "rope" else tuple(range(num_layers)),
-        recurrent=mamba_layers(kinds, memory, int(settings["mamba_d_conv"])),
+        recurrent=mamba_layers(kinds, _memory(settings), int(settings["mamba_d_conv"])),
         own_names=(
             (f"{shared}.gate_up_proj", "shared_mlp.input_linear"),
             (f"{shared}.down_proj", "shared_mlp.output_linear"),
@@ -124,14 +142,37 @@ GRANITE_HYBRID = Family(
         **GRANITE_MOE.defaults,
         "num_local_experts": 8,
         "shared_intermediate_size": 1024,
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_d_head": "auto",
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
+        **_MAMBA,
     },
     describe=_granite_hybrid,
+)
+
+
+def _bamba(settings: Settings) -> ModelConfig:
+    plain = decoder(settings)
+    with_attention = settings.get("attn_layer_indices") or ()
+    kinds = ["attention" if index in with_attention else "mamba" for index in range(plain.num_layers)]
+    return replace(
+        plain,
+        mlp_bias=bool(settings["mlp_bias"]),
+        norms=LayerNorms(mlp="pre_ff_layernorm"),
+        recurrent=mamba_layers(kinds, _memory(settings), int(settings["mamba_d_conv"])),
+        own_names=(("mlp", "feed_forward"), ("model.norm", "model.final_layernorm")),
+    )
+
+
+# Bamba: Mamba-2 in most layers, and attention that rotates half of each head.
+BAMBA = Family(
+    model_type="bamba",
+    architecture="BambaForCausalLM",
+    title="Bamba",
+    sizes={"9B": 9.78},
+    defaults={
+        **_MAMBA,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262_144,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+    },
+    describe=_bamba,
 )

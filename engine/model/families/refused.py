@@ -15,11 +15,10 @@ class Refused:
 
 
 REFUSED = (
-    Refused(
-        "Falcon H1, Jamba, Bamba, Zamba 2, Mamba",
-        ("FalconH1", "Jamba", "Bamba", "Zamba2", "Mamba", "Mamba2", "FalconMamba"),
-        "layers with a recurrent state (Mamba)",
-    ),
+    Refused("Jamba, Mamba, Falcon Mamba", ("Jamba", "Mamba", "FalconMamba"), "the recurrent state of Mamba 1"),
+    Refused("Mamba 2, Codestral Mamba", ("Mamba2",), "a cache for models without any attention"),
+    Refused("Falcon H1", ("FalconH1",), "attention and Mamba-2 side by side in a layer"),
+    Refused("Zamba 2", ("Zamba2",), "attention whose weights layers share, with adapters for each"),
     Refused("Qwen 3 VL MoE", ("Qwen3VLMoe",), "checkpoints whose experts are stored transposed, all of a layer as one"),
     Refused("DeepSeek V3.2, GLM-5", ("DeepseekV32", "GlmMoeDsa"), "attention that picks positions by an index (DSA)"),
     Refused("Llama 4", ("Llama4",), "attention in chunks, and routing that scales an expert's input"),
