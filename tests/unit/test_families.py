@@ -19,14 +19,15 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+HYBRID = {"layers_block_type": ["mamba", "attention"] * 2}  # of families that have no attention unless told where
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_found_by_architecture_and_by_model_type(name: str) -> None:
-    family = FAMILIES[name]
-    found = config_of({**SMALL, "architectures": ["Other", family.architecture]})
+    family, config = FAMILIES[name], {**SMALL, **HYBRID}
+    found = config_of({**config, "architectures": ["Other", family.architecture]})
     assert found.architecture == family.architecture
-    assert found == config_of({**SMALL, "model_type": name}) == config_of({**SMALL, "model_type": f"{name}_text"})
+    assert found == config_of({**config, "model_type": name}) == config_of({**config, "model_type": f"{name}_text"})
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -85,7 +86,7 @@ def test_no_family_is_both_run_and_refused() -> None:
 def test_sizes_of_families_go_up(name: str) -> None:
     sizes = list(FAMILIES[name].sizes.values())
     assert sizes and sizes == sorted(sizes)
-    found = config_of({**SMALL, "model_type": name, "num_experts_per_tok": 2, "full_attn_idxs": [1]})
+    found = config_of({**SMALL, **HYBRID, "model_type": name, "num_experts_per_tok": 2, "full_attn_idxs": [1]})
     assert (found.experts is not None) == FAMILIES[name].has_experts
     assert found.cpu_only == FAMILIES[name].cpu_only
 
@@ -198,9 +199,10 @@ def test_layers_of_granite_4() -> None:
     assert found.intermediate_size == 96 and found.rope_of_layer == (None,) * 4, "it knows no positions"
     assert "model.layers.3.shared_mlp.input_linear.weight" in expected_shapes(found)
 
-    published = {"layer_types": ["linear_attention"] * 4, "time_step_limit": [0.5, {"__float__": "Infinity"}]}
+    named = [*["linear_attention"] * 3, "full_attention"]
+    published = {"layer_types": named, "time_step_limit": [0.5, {"__float__": "Infinity"}]}
     dense = config_of({**config, **published, "num_local_experts": 0, "shared_intermediate_size": 40})
-    assert dense.experts is None and dense.intermediate_size == 40 and dense.attention_layers == ()
+    assert dense.experts is None and dense.intermediate_size == 40 and dense.attention_layers == (3,)
     assert dense.recurrent is not None and isinstance(dense.recurrent.memory, MambaConfig)
     assert dense.recurrent.memory.step_limits == (0.5, math.inf)
     assert "model.layers.3.shared_mlp.input_linear.weight" in expected_shapes(dense)
@@ -434,6 +436,20 @@ def test_olmo_3_stretches_layers_without_a_window_only() -> None:
 GEMMA4 = {**SMALL, "model_type": "gemma4_text", "num_hidden_layers": 12, "head_dim": 32, "global_head_dim": 64}
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M-"},
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "----"},
+        {"model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["mamba"] * 4},
+        {"model_type": "lfm2", "layer_types": ["conv"] * 4},
+    ],
+)
+def test_a_model_without_attention_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(StartupError, match="no layer with attention"):
+        config_of({**SMALL, **settings, "num_hidden_layers": 4})
+
+
 def test_layers_of_gemma_4() -> None:
     """Every sixth layer and the last one have no window, and heads of their own; the last ones share KV."""
     found = config_of(
@@ -484,6 +500,7 @@ def test_gemma_4_may_have_experts_beside_each_mlp() -> None:
         ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "a token cannot have 5 experts of 4"),
         ({"vocab_size_per_layer_input": 100}, "embeds other tokens"),
         ({"num_kv_shared_layers": 7, "vocab_size_per_layer_input": 200}, "no layer has keys and values for the last 7"),
+        ({"num_kv_shared_layers": -1, "hidden_size_per_layer_input": 0}, "for the last -1"),
         ({"hidden_size_per_layer_input": 0, "per_layer_config": {"5": {"head_dim": 64}}}, "lacks the key '11'"),
         (
             {"hidden_size_per_layer_input": 0, "per_layer_config": {"5": {"head_dim": 64}, "11": {"head_dim": 32}}},

@@ -62,6 +62,9 @@ def config_of(config: JsonObject) -> ModelConfig:
 
     try:
         described = family.describe(Settings(family.architecture, config, family.defaults))
+        # The cache is made of blocks of keys and values, of which such a model has none.
+        if not described.attention_layers:
+            raise StartupError(f"{family.architecture} has no layer with attention here, which is not supported")
         bits = stated.get(STORED_BITS) if packing is None else packing.bits_in_memory()
         if bits is None and described.experts is not None and described.experts.stored == "mxfp4":
             bits = MXFP4_BITS

@@ -150,7 +150,7 @@ def _gemma4(settings: Settings) -> ModelConfig:
     if own_size and int(settings.get("vocab_size_per_layer_input") or vocab_size) != vocab_size:
         raise StartupError(f"{settings.architecture} embeds other tokens in its layers than at its start")
     num_shared = int(settings["num_kv_shared_layers"])
-    if set(windows) != set(windows[: num_layers - num_shared]):
+    if num_shared < 0 or set(windows) != set(windows[: num_layers - num_shared]):
         raise ValueError(f"no layer has keys and values for the last {num_shared}")
 
     ropes = rope_parameters(settings)
