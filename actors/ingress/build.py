@@ -246,8 +246,8 @@ def _model(config: Config) -> _Model:
 
 
 def _tool_format(config: Config, tokenizer: Tokenizer) -> ToolFormat:
-    """The configured format of calls, or the model's. Raises StartupError for one that the tokenizer cannot write."""
-    found = TOOL_FORMATS[config.model.tool_parser or tool_format(tokenizer)]
+    """The configured format of calls, or the model's. Raises StartupError for one that the model cannot write."""
+    found = TOOL_FORMATS[tool_format(tokenizer, config.model.tool_parser)]
     missing = [name for name in found.markers if tokenizer.special_id(name) is None]
     if found.has_channels and missing:
         raise StartupError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatEnd, ChatTemplate
 from raydix.engine.core.answers.transcripts import EncodedText
-from raydix.engine.core.errors import RequestError
+from raydix.engine.core.errors import RequestError, StartupError
 from raydix.engine.model.tokenizer import RenderedChat, Tokenizer
 from raydix.engine.model.tool_texts import as_text
 
@@ -252,11 +252,15 @@ def renders_tools(tokenizer: Tokenizer, template: ChatTemplate = MODEL_TEMPLATE)
     return found == set(range(next(numbers)))
 
 
-def tool_format(tokenizer: Tokenizer) -> str:
-    """Name of the format in which the model writes calls, by its chat template
-    (`raydix.engine.core.ingress.parsers`)."""
+def tool_format(tokenizer: Tokenizer, configured: str | None = None) -> str:
+    """Name of the format in which the model writes calls (`raydix.engine.core.ingress.parsers`), as configured, or by
+    its chat template. Raises StartupError for another one than harmony where prompts are in harmony."""
     if tokenizer.writes_harmony():
+        if configured not in (None, "harmony"):
+            raise StartupError(f"model.tool_parser: this model writes harmony, and no calls of the kind {configured}")
         return "harmony"
+    if configured is not None:
+        return configured
     if not tokenizer.has_chat_template or not renders_tools(tokenizer):
         return "hermes"  # as `tool_texts` asks for
     found = (name for mark, name in TOOL_MARKS if mark in tokenizer.chat_template)

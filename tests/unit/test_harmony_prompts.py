@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from raydix.engine.api.requests import parse_chat
-from raydix.engine.core.errors import RequestError
+from raydix.engine.core.errors import RequestError, StartupError
 from raydix.engine.core.ingress.parsers import HARMONY
 from raydix.engine.core.ingress.parsers.answer import AnswerParser, AssembledMessage
 from raydix.engine.core.ingress.parsers.harmony import TOKENS, HarmonyMessages, shown
@@ -295,6 +295,13 @@ def test_the_format_is_known_by_the_special_tokens() -> None:
     assert tokenizer("{{ '<|channel|>' }}").writes_harmony() and not tokenizer("{{ messages }}").writes_harmony()
     ends = {"<|return|>", "<|call|>"}
     assert {tokenizer().decode([each], skip_special_tokens=False) for each in tokenizer().eos_token_ids} == ends
+
+
+def test_calls_in_another_format_cannot_be_configured() -> None:
+    assert tool_format(tokenizer(), "harmony") == "harmony"
+    assert tool_format(tokenizer("{{ messages }}"), "mistral") == "mistral"
+    with pytest.raises(StartupError, match="writes harmony, and no calls of the kind hermes"):
+        tool_format(tokenizer(), "hermes")
 
 
 def test_a_request_is_read_in_harmony() -> None:
