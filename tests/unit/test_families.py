@@ -19,7 +19,8 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-HYBRID = {"layers_block_type": ["mamba", "attention"] * 2}  # of families that have no attention unless told where
+# Of families that have no attention unless told where.
+HYBRID = {"layers_block_type": ["mamba", "attention"] * 2, "attn_layer_indices": [1, 3]}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -443,6 +444,7 @@ GEMMA4 = {**SMALL, "model_type": "gemma4_text", "num_hidden_layers": 12, "head_d
         {"model_type": "nemotron_h", "hybrid_override_pattern": "----"},
         {"model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["mamba"] * 4},
         {"model_type": "lfm2", "layer_types": ["conv"] * 4},
+        {"model_type": "bamba", "attn_layer_indices": []},
     ],
 )
 def test_a_model_without_attention_is_refused(settings: dict[str, Any]) -> None:
