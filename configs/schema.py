@@ -55,7 +55,8 @@ class ModelSection(Section):
     quantization: Annotated[Quantization | None, Effect.INGRESS_AND_WORKERS] = Field(
         default=None,
         description="The weights of matrix products, on CPUs. int8: in 8 bits with a scale for each output channel. "
-        "stored: in the 4 to 8 bits in which the model's files have them; without it they are widened to the dtype.",
+        "stored: in the 4 to 8 bits in which the model's files have them, beside bfloat16; without it they are widened "
+        "to the dtype.",
     )
     max_model_len: Annotated[int | None, BeforeValidator(_number_unless_auto), Effect.INGRESS_AND_WORKERS] = Field(
         default=None,
@@ -569,6 +570,12 @@ class Config(Section):
     def kv_dtype(self) -> str:
         """What keys and values are kept in."""
         return self.cache.kv_dtype or self.model.dtype
+
+    @model_validator(mode="after")
+    def _stored_beside_bfloat16(self) -> Self:
+        if self.model.quantization == "stored" and self.model.dtype != "bfloat16":
+            raise ValueError(f"model.quantization stored computes in bfloat16, and model.dtype is {self.model.dtype}")
+        return self
 
     @model_validator(mode="after")
     def _quantized_on_cpus(self) -> Self:

@@ -212,6 +212,12 @@ def test_quantized_weights_are_for_cpus(tmp_path: Path) -> None:
     assert "model.quantization int8 is for CPUs, and a worker's device is cuda" in message
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_stored_weights_are_for_bfloat16(tmp_path: Path, dtype: str) -> None:
+    message = complaint(tmp_path, {**MIXED, "model": {"quantization": "stored", "dtype": dtype}})
+    assert f"model.quantization stored computes in bfloat16, and model.dtype is {dtype}" in message
+
+
 def test_kv_in_eight_bits_is_for_cpus(tmp_path: Path) -> None:
     config = load(tmp_path, {**MIXED, "cache": {"dtype": "int8"}})
     assert config.workers.mixed is not None
