@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 # Of families that have no attention unless told where.
-HYBRID = {"layers_block_type": ["mamba", "attention"] * 2, "attn_layer_indices": [1, 3]}
+HYBRID: dict[str, Any] = {"layers_block_type": ["mamba", "attention"] * 2, "attn_layer_indices": [1, 3]}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
