@@ -32,6 +32,7 @@ from raydix.engine.model.layer_loader import LayerLoader, qkv_order
 from raydix.engine.model.lora import Lora, LoraLoader, LoraRows, add_loras
 from raydix.engine.model.state_pool import StatePool
 from raydix.engine.model.weights import Checkpoint, TensorSource
+from raydix.kernels.cpp import cpu_ops
 from raydix.kernels.decoder_pass import (
     BesideExperts,
     DecoderPass,
@@ -62,6 +63,8 @@ from raydix.kernels.selective_scan import selective_scan
 from raydix.kernels.short_conv import short_conv
 from raydix.kernels.silu_and_mul import activate, silu_and_mul
 from raydix.kernels.states import StateUse
+
+HEAD_STEP, MOST_HEAD_DIM = 16, 1024  # sizes of heads that `raydix.kernels.paged_attention` takes on CPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,8 @@ class Decoder:
             raise StartupError(
                 f"{config.architecture} has {config.cpu_only}, which run on CPUs only: set workers.*.device to cpu"
             )
+        if self.device.type == "cpu" and cpu_ops() is not None:
+            _check_heads(config)
         self.max_position = min(max_position or config.max_position, config.max_position)
         loader = LayerLoader(config, weights, dtype, self.device, self.max_position, quantization, deterministic)
 
@@ -537,6 +542,17 @@ class Decoder:
             sinks=layer.sinks,
             plan=None if batch.plans is None else batch.plans[layer.window],
         )
+
+
+def _check_heads(config: ModelConfig) -> None:
+    """Raises `StartupError` where a layer has heads that the kernels for CPUs do not take."""
+    for layer in config.attention_layers:
+        head_dim = config.kv_heads(layer).dim
+        if head_dim % HEAD_STEP or head_dim > MOST_HEAD_DIM:
+            raise StartupError(
+                f"{config.architecture} has heads of {head_dim} numbers in layer {layer}; kernels take multiples of "
+                f"{HEAD_STEP} up to {MOST_HEAD_DIM}"
+            )
 
 
 def _norm(x_TE: Tensor, norm: Norm, eps: float) -> Tensor:

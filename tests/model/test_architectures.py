@@ -8,15 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import Quantization
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.runner import build_batch, made_up_step
 from raydix.engine.model.tokenizer import quiet_transformers
+from raydix.kernels.cpp import cpu_ops
 from raydix.kernels.decoder_pass import DecoderPass
 from tests.model.logits import logits_in_chunks
 from tests.model.random_models import CASES, DELTA, GEMMA3, GEMMA4, GEMMA4_UNIFIED, LAYER_BY_LAYER, SMALL, reference
-from tests.skips import NO_PRODUCT
+from tests.skips import NO_KERNELS, NO_PRODUCT
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -42,6 +44,15 @@ def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(
     step_by_step = Decoder.from_folder(tmp_path, torch.bfloat16, "cpu", quantization=quantization)
     assert not step_by_step.runs_in_one_call
     assert torch.equal(at_once, logits_in_chunks(step_by_step, token_ids, chunk=40))
+
+
+@pytest.mark.skipif(cpu_ops() is None, reason=NO_KERNELS)
+@pytest.mark.parametrize("head_dim", [24, 1040])
+def test_heads_that_no_kernel_takes_are_refused(head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "other heads", ("Llama", {"head_dim": head_dim}))
+    reference("other heads", tmp_path)
+    with pytest.raises(StartupError, match=f"heads of {head_dim} numbers"):
+        Decoder.from_folder(tmp_path, torch.bfloat16, "cpu")
 
 
 VISION = {

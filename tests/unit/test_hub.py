@@ -132,7 +132,7 @@ INDEX = json.dumps({"weight_map": {"model.embed_tokens.weight": "a", "model.laye
         (
             MAMBA,
             {},
-            "the model architecture MambaForCausalLM is not supported: raydix lacks layers with a recurrent state",
+            "the model architecture MambaForCausalLM is not supported: raydix lacks the recurrent state of Mamba 1",
         ),
         ({**LLAMA, "quantization_config": {"quant_method": "quark"}}, {}, "the model's weights are quantised (quark)"),
         (HUGE, {}, "the model does not fit: a "),
