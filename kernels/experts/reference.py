@@ -27,7 +27,7 @@ def route_reference(
     if correction is not None:
         choice = scores + correction
     if routing.num_groups > 1:
-        groups = choice.unflatten(1, (routing.num_groups, -1))
+        groups = choice.view(len(choice), routing.num_groups, choice.shape[1] // routing.num_groups)
         of_group = groups.topk(routing.group_best).values.sum(2)
         best = torch.sort(of_group, dim=1, descending=True, stable=True).indices[:, : routing.top_groups]
         others = torch.ones_like(of_group, dtype=torch.bool).scatter(1, best, value=False)
