@@ -50,6 +50,25 @@ def attempt_of(drafting: Server, answer: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def ask_until_drafted(
+    drafting: Server, salt: str, source: str | None, expected: dict[str, Any], **fields: Any
+) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
+    """The first of equal answers with an accepted draft of `source`, of any where it is None, and its counts.
+
+    What drafts cost is measured, and with little known of a busy machine they may seem not worth their time.
+    """
+
+    def drafted() -> tuple[dict[str, Any], dict[str, dict[str, int]]] | None:
+        answer = ask(drafting, salt, **fields)
+        assert answer["choices"] == expected["choices"]
+        counts = drafts_of(drafting, answer)
+        num_accepted = {name: each["accepted"] for name, each in counts.items() if source in (None, name)}
+        return (answer, counts) if sum(num_accepted.values()) > 0 else None
+
+    found: tuple[dict[str, Any], dict[str, dict[str, int]]] = eventually(drafted, "a draft is accepted")
+    return found
+
+
 @pytest.mark.parametrize("temperature", [0, 0.7])
 @pytest.mark.parametrize(
     ("source", "fields"),
@@ -61,18 +80,14 @@ def test_answers_are_the_same_with_drafts(
     fields = {**fields, "temperature": temperature}
     salt = f"{source} {temperature}"
     plain = ask(one_process, salt, speculation=False, **fields)
-    drafted = ask(one_process, salt, **fields)
-    again = ask(one_process, salt, **fields)
-    assert plain["choices"] == drafted["choices"] == again["choices"]
     assert not drafts_of(one_process, plain)
 
-    counts = drafts_of(one_process, drafted)
+    # Also where a guess from elsewhere promises more than the client's prediction.
+    drafted, counts = ask_until_drafted(one_process, salt, "grammar" if source == "grammar" else None, plain, **fields)
     details = drafted["usage"]["completion_tokens_details"]
     num_accepted = sum(each["accepted"] for each in counts.values())
-    assert details["accepted_prediction_tokens"] == num_accepted > 0
+    assert details["accepted_prediction_tokens"] == num_accepted
     assert details["rejected_prediction_tokens"] == sum(each["drafted"] for each in counts.values()) - num_accepted
-    assert source == "prediction" or counts["grammar"]["accepted"] > 0
-    assert sum(each["accepted"] for each in drafts_of(one_process, again).values()) > 0
 
 
 def is_new(text: str, begin: int) -> bool:
@@ -89,18 +104,17 @@ def test_choices_that_end_with_a_stop_string_are_the_same_with_drafts(one_proces
     stop = next(whole[begin : begin + 8] for begin in range(len(whole) * 3 // 4, len(whole)) if is_new(whole, begin))
     fields |= {"stop": [stop], "prediction": {"type": "content", "content": whole}}
     plain = ask(one_process, salt, speculation=False, **fields)
-    drafted = ask(one_process, salt, **fields)
-    assert plain["choices"] == drafted["choices"] and len(drafted["choices"]) == num_choices
-    assert drafted["choices"][0]["matched_stop"] == stop
-    # Beside other choices a draft may not be worth its time, by what steps cost on this machine.
+    assert plain["choices"][0]["matched_stop"] == stop and len(plain["choices"]) == num_choices
     if num_choices == 1:
-        assert drafted["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+        ask_until_drafted(one_process, salt, None, plain, **fields)
+    else:  # where a draft is not worth its time beside the other choices, on some machines never
+        assert ask(one_process, salt, **fields)["choices"] == plain["choices"]
 
 
 def test_another_salt_has_no_past(one_process: Server) -> None:
-    ask(one_process, "mine", temperature=0)
+    mine = ask(one_process, "mine", temperature=0)
     assert "past" not in drafts_of(one_process, ask(one_process, "others", temperature=0))
-    assert drafts_of(one_process, ask(one_process, "mine", temperature=0))["past"]["accepted"] > 0
+    ask_until_drafted(one_process, "mine", "past", mine, temperature=0)
 
 
 def test_a_prediction_of_another_form_is_refused(one_process: Server) -> None:
@@ -124,7 +138,7 @@ def test_a_question_asked_again_is_drafted_from_the_answer_of_another_worker(clu
 
         # Several at a time, so that both decode workers get some; a worker that knows no times yet is careful.
         elsewhere = list[int]()
-        for _ in range(6):
+        for _ in range(20):
             for again in pool.map(lambda _: ask(drafting, "mine", temperature=0.7), range(4)):
                 assert again["choices"] == first["choices"]
                 attempt = attempt_of(drafting, again)
