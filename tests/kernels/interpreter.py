@@ -19,6 +19,10 @@ import torch
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+INTERPRETED_S = 3000
+"""After which all tests of a module are given up, which are one test here. No test is about these seconds."""
+
+
 def collect_triton_module(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     """A collector for `path` if its tests need the interpreter and this process has another Triton; else `None`."""
     if not path.name.startswith("test_triton_") or INTERPRETING or torch.cuda.is_available():
@@ -31,7 +35,9 @@ class InterpretedModule(pytest.File):
     """A module of tests seen from outside."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        yield InterpretedTests.from_parent(self, name="interpreted")
+        tests = InterpretedTests.from_parent(self, name="interpreted")
+        tests.add_marker(pytest.mark.timeout(INTERPRETED_S))
+        yield tests
 
 
 class InterpretedTests(pytest.Item):
