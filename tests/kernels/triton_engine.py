@@ -4,6 +4,7 @@ import pytest
 from torch import Tensor
 
 import raydix.engine.model.decoder
+import raydix.engine.model.layer_loader
 import raydix.engine.model.sampler
 import raydix.kernels.linear
 from raydix.kernels.batch_invariant_matmul.triton import batch_invariant_matmul_triton
@@ -19,7 +20,7 @@ from raydix.kernels.silu_and_mul.triton import silu_and_mul_triton
 
 def take_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the test ends decoders are made for, and run on, the Triton kernels in deterministic mode."""
-    monkeypatch.setattr(raydix.engine.model.decoder, "pack_weight", invariant)
+    monkeypatch.setattr(raydix.engine.model.layer_loader, "pack_weight", invariant)
     monkeypatch.setattr(raydix.kernels.linear, "batch_invariant_matmul", batch_invariant_matmul_triton)
     monkeypatch.setattr(raydix.engine.model.decoder, "rms_norm", rms_norm_triton)
     monkeypatch.setattr(raydix.engine.model.decoder, "rotary_kv_store", rotary_kv_store_triton)
