@@ -67,7 +67,7 @@ def test_hidden_states_of_transformers(case: str, tmp_path: Path) -> None:
 
         theirs = getattr(transformers, f"{CASES[case][0]}ForCausalLM").from_pretrained(tmp_path, dtype=torch.float32)
     with torch.inference_mode():
-        expected = theirs.eval().model(torch.tensor([token_ids])).last_hidden_state[0].double()
+        expected = theirs.eval().base_model(torch.tensor([token_ids])).last_hidden_state[0].double()
 
     ours = Decoder.from_folder(tmp_path, torch.float32, "cpu")
     store = KVPool(ours.config, 16, BLOCK_SIZE, torch.float32)

@@ -53,6 +53,7 @@ PUBLISHED = {
     "gemma3": "gemma3",
 }
 """The fetched tokenizers of families, which npm has without weights."""
+RECURRENT = {"qwen35", "qwen35moe", "qwen3next", "granitemoehybrid", "bamba", "nemotronh"}
 NUM_PADDING = 267
 """As many as Qwen 3 has."""
 TINY: dict[str, Any] = {
@@ -93,7 +94,7 @@ def model_folder(folder: Path, family: str, num_tokens: int, num_rows: int, seed
         name: torch.randn(shape, generator=generator).mul_(0.1).to(torch.bfloat16)
         for name, shape in expected_shapes(config_of(config)).items()
     }
-    tensors["model.embed_tokens.weight"][num_tokens:] *= 100
+    tensors[config_of(config).stored_name("model.embed_tokens.weight")][num_tokens:] *= 100
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -168,7 +169,8 @@ def require_known_ids(folder: Path, num_tokens: int) -> None:
         assert name != "all" or len(set(listed)) == num_tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Those with attention in two layers that nothing else is said of.
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - RECURRENT))
 def test_padding_is_never_seen(family: str, tmp_path: Path) -> None:
     byte_level(tmp_path)
     require_known_ids(model_folder(tmp_path, family, 257, 257 + NUM_PADDING), 257)
